@@ -1,0 +1,1 @@
+"""Exact replay of streaming speech decoders from a declaration of their clocks."""
