@@ -1,0 +1,356 @@
+"""Tracing by regime: one symbolic graph for all extents that take the same branches.
+
+`Tracer.trace` runs ``torch.export`` (non-strict, undecomposed, in-place operators kept) on a twin of the user's module, with
+every dimension that traffic can change as a symbol. A branch on a shape becomes a guard; a `Trace` therefore covers
+a set of extents, its regime, and `Trace.bind` says for one concrete call whether it belongs to it and if not, why.
+
+The idea that keeps this fast: a callable that a contract names as a `Boundary` (a solver step called ten times,
+an encoder, a vocoder) is an opaque operator in the graph of its caller and has its own traces, made once and shared
+by all callers, all steps and all regimes. `cadence_fx.specialise` puts them together for one signature. A plain export of
+the ten-step solve spends about 2 ms on each of its 15,000 nodes; this way each operator of the source is traced once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from cadence_fx.errors import TraceError
+from cadence_fx.places import get_attr, method
+
+__all__ = ["BOUNDARY_OP", "Guard", "Site", "Trace", "Tracer"]
+
+_LIBRARY = torch.library.Library("cadence_fx", "FRAGMENT")
+_LIBRARY.define("boundary(Tensor[] inputs, int site) -> Tensor[]")
+BOUNDARY_OP = torch.ops.cadence_fx.boundary.default
+# A call without a live reader may still write buffers, so no one but us may remove it.
+fx.node.has_side_effect(BOUNDARY_OP)
+
+_active = threading.local()
+_TENSOR = object()  # stands for a tensor among the flattened arguments of a boundary
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition on extents that a trace relied on, and the source line that asked."""
+
+    expr: sympy.Basic
+    where: str
+
+
+@dataclass
+class Trace:
+    """A symbolic graph with the regime that it covers.
+
+    Attributes:
+        graph: pre-dispatch ATen; parameters, buffers and constants are placeholders named in ``attributes``.
+        attributes: placeholder name -> dotted path of the attribute it stands for.
+        constants: placeholder name -> value of a tensor that tracing itself lifted out of the code.
+        shapes: per user input, its sizes as sympy expressions.
+        guards: conditions under which the graph is what the module would have done.
+        out_spec: pytree structure of the result.
+    """
+
+    graph: fx.Graph
+    attributes: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[str, ...]
+    shapes: tuple[tuple[sympy.Expr, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    guards: tuple[Guard, ...]
+    out_spec: pytree.TreeSpec
+    metas: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def bind(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> dict[sympy.Symbol, int] | str:
+        """Values for the symbols if a call with these input shapes belongs to the regime; else the reason."""
+        values: dict[sympy.Symbol, int] = {}
+        composite: list[tuple[int, int, sympy.Expr, int]] = []
+        for i, (expected, found) in enumerate(zip(self.shapes, shapes, strict=True)):
+            if dtypes[i] != self.dtypes[i]:
+                return f"input {i} is {dtypes[i]}, the trace has {self.dtypes[i]}"
+            if len(expected) != len(found):
+                return f"input {i} has {len(found)} dimensions, the trace has {len(expected)}"
+            for dim, (expr, size) in enumerate(zip(expected, found, strict=True)):
+                if expr.is_Symbol:
+                    if values.setdefault(expr, size) != size:
+                        return f"dimension {dim} of input {i} is {size}, expected {values[expr]} as elsewhere"
+                elif expr.is_Integer:
+                    if int(expr) != size:
+                        return f"dimension {dim} of input {i} is {size}, the trace has {expr}"
+                else:
+                    composite.append((i, dim, expr, size))
+        for i, dim, expr, size in composite:
+            if evaluate(expr, values) != size:
+                return f"dimension {dim} of input {i} is {size}, expected {expr}"
+        for guard in self.guards:
+            if not holds(guard.expr, values):
+                return f"the guard {guard.expr} does not hold ({guard.where})"
+        return values
+
+
+@dataclass
+class Site:
+    """A boundary called with one structure of arguments; its traces are its regimes."""
+
+    index: int
+    path: str
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # plain values, _TENSOR where a tensor goes
+    traces: list[Trace] = field(default_factory=list)
+
+
+def evaluate(expr: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
+    """The integer that an extent is for these symbol values."""
+    found = sympy.sympify(expr.xreplace(_integers(values)))
+    if not found.is_number:
+        raise TraceError(f"extent {expr} is not fixed by the inputs; symbols left: {sorted(map(str, found.free_symbols))}")
+    return int(found)
+
+
+def holds(expr: sympy.Basic, values: dict[sympy.Symbol, int]) -> bool:
+    """True if a guard holds for these symbol values."""
+    return bool(sympy.sympify(expr.xreplace(_integers(values))) == sympy.true)
+
+
+def _integers(values: dict[sympy.Symbol, int]) -> dict[sympy.Basic, sympy.Basic]:
+    return {symbol: sympy.Integer(value) for symbol, value in values.items()}
+
+
+def size_expr(size: Any) -> sympy.Expr:
+    """A size, symbolic or not, as a sympy expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+class _SiteUncovered(Exception):
+    """Control flow: an outer trace met a boundary call that no trace covers yet."""
+
+    def __init__(self, site: Site, inputs: list[Any]) -> None:
+        self.site, self.inputs = site, inputs
+        super().__init__(site.path)
+
+
+@torch.library.register_fake("cadence_fx::boundary", lib=_LIBRARY)
+def _boundary_meta(inputs: Sequence[torch.Tensor], site: int) -> list[torch.Tensor]:
+    """Result shapes of a boundary call, from the trace that covers it: no operator of the callable runs here."""
+    tracer: Tracer = _active.tracer
+    return tracer.site_meta(tracer.sites[site], inputs)
+
+
+class Tracer:
+    """Traces a module and the boundaries in it. ``module`` is a twin of the user's: it gets patched."""
+
+    def __init__(self, module: torch.nn.Module, boundaries: Sequence[str]) -> None:
+        self.module = module
+        self.sites: list[Site] = []
+        self._by_key: dict[tuple[Any, ...], Site] = {}
+        self._need: _SiteUncovered | None = None
+        self.seconds: dict[str, float] = {}
+        for path in boundaries:
+            self._install(path)
+
+    def _install(self, path: str) -> None:
+        original = method(self.module, path)
+        owner_path, _, name = path.rpartition(".")
+        owner = get_attr(self.module, owner_path) if owner_path else self.module
+
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            site = self._site(path, spec, tuple(_TENSOR if isinstance(v, torch.Tensor) else v for v in leaves))
+            results = torch.ops.cadence_fx.boundary(tensors, site.index)
+            return pytree.tree_unflatten(list(results), site.traces[0].out_spec)
+
+        owner.__dict__[name] = boundary
+        self._originals = {**getattr(self, "_originals", {}), path: (original, owner)}
+
+    def _site(self, path: str, spec: pytree.TreeSpec, leaves: tuple[Any, ...]) -> Site:
+        for leaf in leaves:
+            if isinstance(leaf, (torch.SymInt, torch.SymBool, torch.SymFloat)):
+                raise TraceError(
+                    f"boundary {path!r} takes the symbolic number {leaf} as an argument; a boundary's arguments are tensors, "
+                    "plain numbers and None. Declare a callable further in or out as the boundary."
+                )
+        key = (path, spec, leaves)
+        if key not in self._by_key:
+            self._by_key[key] = Site(len(self.sites), path, spec, leaves)
+            self.sites.append(self._by_key[key])
+        return self._by_key[key]
+
+    # ------------------------------------------------------------------------------------------- tracing
+    def trace(self, args: dict[str, Any], dynamic: dict[str, Any]) -> Trace:
+        """Trace ``forward`` for the regime of these arguments.
+
+        Args:
+            args: every argument by name; tensors are only looked at for shape, strides, dtype and device.
+            dynamic: the same structure with a set of varying dimensions for each tensor.
+
+        Raises:
+            TraceError: the module cannot be traced; the cause is chained.
+        """
+        return self._export(self.module, self.module, args, dynamic, "")
+
+    def trace_site(self, site: Site, inputs: Sequence[Any], dynamic: Sequence[set[int]]) -> Trace:
+        """Trace a boundary for the regime of these inputs and keep the trace at its site."""
+        original, owner = self._originals[site.path]
+        examples = tuple(_example(t) for t in inputs)
+        call = _BoundCall(owner, original, site)
+        trace = self._export(call, owner, {"inputs": examples}, {"inputs": tuple(dynamic)}, site.path.rpartition(".")[0])
+        site.traces.append(trace)
+        return trace
+
+    def _export(
+        self, call: torch.nn.Module, owner: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str
+    ) -> Trace:
+        shapes = pytree.tree_map(lambda dims: {d: torch.export.Dim.DYNAMIC for d in dims} or None, dynamic, is_leaf=_is_set)
+        var_positional = isinstance(call, _BoundCall)
+        positional = args["inputs"] if var_positional else ()
+        keywords = {} if var_positional else args
+        while True:
+            self._need = None
+            try:
+                with self._tracing():
+                    program = torch.export.export(call, positional, keywords, dynamic_shapes=shapes, strict=False)
+                return _as_trace(program, prefix, "owner." if var_positional else "")
+            except Exception as error:
+                need = self._need
+                if need is None:
+                    what = f"boundary {call.site.path!r}" if isinstance(call, _BoundCall) else type(call).__name__
+                    raise TraceError(f"{what} cannot be traced: {type(error).__name__}: {error}") from error
+            hints = [tuple(_hint(s) for s in t.shape) for t in need.inputs]
+            vary = [{d for d, s in enumerate(t.shape) if not size_expr(s).is_Integer and hints[i][d] > 1}
+                    for i, t in enumerate(need.inputs)]  # fmt: skip
+            self.trace_site(need.site, need.inputs, vary)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        previous = getattr(_active, "tracer", None)
+        _active.tracer = self
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            _active.tracer = previous
+
+    def site_meta(self, site: Site, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Fake results of a boundary call for fake inputs."""
+        hints = [tuple(_hint(s) for s in t.shape) for t in inputs]
+        for trace in site.traces:
+            if isinstance(trace.bind(hints, [t.dtype for t in inputs]), dict):
+                return self._results(trace, inputs)
+        self._need = _SiteUncovered(site, list(inputs))
+        raise self._need
+
+    def _results(self, trace: Trace, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        outer: dict[sympy.Symbol, sympy.Expr] = {}
+        hint: dict[sympy.Symbol, int] = {}
+        env = None
+        for exprs, tensor in zip(trace.shapes, inputs, strict=True):
+            env = env or getattr(tensor.fake_mode, "shape_env", None)
+            for expr, size in zip(exprs, tensor.shape, strict=True):
+                if expr.is_Symbol:
+                    outer[expr], hint[expr] = size_expr(size), _hint(size)
+
+        def size_of(size: Any) -> Any:
+            inner = size_expr(size)
+            if inner.is_Integer:
+                return int(inner)
+            expr = inner.xreplace(outer)  # type: ignore[arg-type]
+            if expr.is_Integer or env is None:
+                return evaluate(inner, hint)
+            return env.create_symintnode(expr, hint=evaluate(inner, hint))
+
+        results = []
+        for node in _outputs(trace.graph):
+            value = node.meta["val"]
+            sizes, strides = [size_of(s) for s in value.shape], [size_of(s) for s in value.stride()]
+            results.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
+        return results
+
+
+class _BoundCall(torch.nn.Module):
+    """A boundary as a module of its own: tensors in, tensors out."""
+
+    def __init__(self, owner: torch.nn.Module, function: Any, site: Site) -> None:
+        super().__init__()
+        self.owner, self.function, self.site = owner, function, site
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        tensors = iter(inputs)
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.site.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.site.spec)
+        return self.function(*args, **kwargs)
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, (set, frozenset))
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _example(tensor: Any) -> torch.Tensor:
+    """An uninitialised tensor of the sizes that a fake tensor has in this trace's example."""
+    size, stride = [_hint(s) for s in tensor.shape], [_hint(s) for s in tensor.stride()]
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return list(pytree.tree_leaves(output.args[0]))
+
+
+def _as_trace(program: torch.export.ExportedProgram, prefix: str, strip: str) -> Trace:
+    """Read graph, attribute names and guards out of an exported program."""
+    from torch.export.graph_signature import InputKind
+
+    attributes: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        if spec.kind == InputKind.USER_INPUT:
+            if type(spec.arg).__name__ == "TensorArgument":
+                inputs.append(name)
+            continue
+        target = spec.target or ""
+        path = target.removeprefix(strip)
+        attributes[name] = f"{prefix}.{path}" if prefix else path
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[name] = program.constants[target]
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    values = [placeholders[name].meta["val"] for name in inputs]
+    return Trace(
+        graph=program.graph,
+        attributes=attributes,
+        constants=constants,
+        inputs=tuple(inputs),
+        shapes=tuple(tuple(size_expr(s) for s in value.shape) for value in values),
+        dtypes=tuple(value.dtype for value in values),
+        guards=_guards(values, program),
+        out_spec=program.call_spec.out_spec,
+    )
+
+
+def _guards(values: Sequence[Any], program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
+    env = next((v.fake_mode.shape_env for v in values if v.fake_mode is not None), None)
+    if env is None:
+        return ()
+    guards = []
+    for guard in env.guards:
+        expr = env.replace(guard.expr)
+        if expr != sympy.true:
+            frame = getattr(guard.sloc, "framework_loc", guard.sloc)
+            where = f"{frame.filename}:{frame.lineno} in {frame.name}" if hasattr(frame, "filename") else str(frame)
+            guards.append(Guard(expr, where))
+    for symbol, ranges in program.range_constraints.items():
+        guards.append(Guard(sympy.And(symbol >= ranges.lower, symbol <= ranges.upper), "range"))
+    return tuple(guards)

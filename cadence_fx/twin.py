@@ -1,0 +1,72 @@
+"""A twin of a module: the same parameter objects, its own buffers, attributes and hooks.
+
+The module that a user passes in is never changed, yet tracing must patch callables and the stock fallback must run
+on buffers of another size. Both happen on twins. A twin costs no tensor memory: parameters and tensors are shared by
+reference, containers are copied, submodules are twinned.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["make_twin"]
+
+M = TypeVar("M", bound=torch.nn.Module)
+_MODULE_DICTS = ("_parameters", "_buffers")
+
+
+def make_twin(module: M) -> M:
+    """A structural copy of ``module`` that shares its parameters and tensors.
+
+    ``copy.deepcopy`` would copy weights and refuses old-style weight norm; this copies structure only. Submodules
+    that the original uses twice are used twice by the twin, and bound methods stored as attributes are bound anew.
+    """
+    memo: dict[int, Any] = {}
+    twin = _twin_module(module, memo)
+    return twin
+
+
+def _twin_module(module: M, memo: dict[int, Any]) -> M:
+    if id(module) in memo:
+        return memo[id(module)]  # type: ignore[no-any-return]
+    twin = object.__new__(type(module))
+    memo[id(module)] = twin
+    state = twin.__dict__
+    for name, value in module.__dict__.items():
+        if name in _MODULE_DICTS:
+            state[name] = dict(value)
+        elif name == "_modules":
+            state[name] = {k: None if m is None else _twin_module(m, memo) for k, m in value.items()}
+        else:
+            state[name] = _twin_value(value, memo)
+    return twin
+
+
+def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
+    """Containers are copied (a call on the twin may fill them); tensors and plain values are shared."""
+    if isinstance(value, torch.nn.Module):
+        return _twin_module(value, memo)
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
+        return types.MethodType(value.__func__, _twin_module(value.__self__, memo))
+    if id(value) in memo:
+        return memo[id(value)]
+    kind = type(value)
+    if isinstance(value, dict):
+        # OrderedDict and the like keep their type; hooks are dicts too.
+        copy = kind() if kind in (dict,) else value.copy()
+        memo[id(value)] = copy
+        copy.clear()
+        copy.update({k: _twin_value(v, memo) for k, v in value.items()})
+        return copy
+    if kind in (list, set):
+        copy = kind()
+        memo[id(value)] = copy
+        items = [_twin_value(v, memo) for v in value]
+        copy.extend(items) if kind is list else copy.update(items)
+        return copy
+    if kind is tuple:
+        return tuple(_twin_value(v, memo) for v in value)
+    return value
