@@ -322,7 +322,9 @@ class Call:
         object.__setattr__(self, "scalars", tuple((place, value) for place, value in self.scalars))
         for clock, ticks in self.ticks.items():
             if ticks <= 0:
-                raise ContractError(f"Call {self.name!r}: ticks[{clock!r}] is {ticks}; leave clocks out that stand still")
+                raise ContractError(
+                    f"Call {self.name!r}: ticks[{clock!r}] is {ticks}; leave clocks out that stand still"
+                )
         if self.ends is not None and self.ends not in LIFETIMES:
             raise ContractError(f"Call {self.name!r}: ends is {self.ends!r}; expected one of {', '.join(LIFETIMES)}")
 
@@ -466,7 +468,9 @@ class Contract:
         grown = region.growth * self.elapsed(region.clock, ticks)
         if grown.denominator != 1:
             given = ", ".join(f"{n} ticks of {clock!r}" for clock, n in ticks.items())
-            raise ContractError(f"Region {region.name!r}: {given} grow it by {grown}, no whole number; mend growth or ratio")
+            raise ContractError(
+                f"Region {region.name!r}: {given} grow it by {grown}, no whole number; mend growth or ratio"
+            )
         return int(grown)
 
 
@@ -484,7 +488,9 @@ def _named(items: tuple[Named, ...], name: str, kind: str) -> Named:
         if item.name == name:
             return item
     known = [item.name for item in items]
-    raise ContractError(f"no {kind} is called {name!r}; the contract has {', '.join(known) or 'none'}{suggest(name, known)}")
+    raise ContractError(
+        f"no {kind} is called {name!r}; the contract has {', '.join(known) or 'none'}{suggest(name, known)}"
+    )
 
 
 class _FrozenMap(dict):  # type: ignore[type-arg]

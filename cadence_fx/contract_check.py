@@ -51,7 +51,12 @@ def _known(where: str, field: str, found: str, known: Iterable[str], kind: str) 
 
     names = list(known)
     if found not in names:
-        _fail(where, field, found, f"no {kind} has that name, known are {', '.join(names) or 'none'}{suggest(found, names)}")
+        _fail(
+            where,
+            field,
+            found,
+            f"no {kind} has that name, known are {', '.join(names) or 'none'}{suggest(found, names)}",
+        )
 
 
 def _first_twice(items: Iterable[Hashable]) -> Hashable | None:
@@ -94,11 +99,12 @@ def _check_clocks(contract: Contract) -> None:
         _check_cycle(clock, clocks)
     for clock in contract.clocks:
         parent = clocks[clock.of] if clock.of is not None else None
-        if parent is not None and clock.hz is not None and parent.hz is not None:
-            follows = float(clock.ratio) * parent.hz
-            if abs(clock.hz - follows) > 1e-6 * follows:
-                _fail(f"Clock {clock.name!r}", "hz", clock.hz,
-                      f"{clock.ratio} tick(s) per tick of {parent.name!r} at {parent.hz} Hz make {follows:g} Hz; leave hz out")  # fmt: skip
+        if parent is None or clock.hz is None or parent.hz is None:
+            continue
+        follows = float(clock.ratio) * parent.hz
+        if abs(clock.hz - follows) > 1e-6 * follows:
+            way_out = f"ratio {clock.ratio} of {parent.name!r} at {parent.hz} Hz makes {follows:g} Hz; leave hz out"
+            _fail(f"Clock {clock.name!r}", "hz", clock.hz, way_out)
 
 
 def _check_cycle(clock: Clock, clocks: dict[str, Clock]) -> None:
@@ -110,7 +116,12 @@ def _check_cycle(clock: Clock, clocks: dict[str, Clock]) -> None:
         if clock.name in sources:
             field = "product" if clock.product else "of"
             loop = " -> ".join([*path, clock.name])
-            _fail(f"Clock {clock.name!r}", field, getattr(clock, field), f"it depends on itself ({loop}); one must stand alone")
+            _fail(
+                f"Clock {clock.name!r}",
+                field,
+                getattr(clock, field),
+                f"it depends on itself ({loop}); one must stand alone",
+            )
         open_ends += [(source, [*path, source]) for source in sources if source not in path]
 
 
@@ -169,7 +180,12 @@ def _check_variants(contract: Contract) -> None:
     found += [(f"Scalar {s.place}", "per_start", s.per_start) for s in contract.scalars]  # type: ignore[misc]
     for where, field, values in found:
         if len(values) not in (1, contract.variants):
-            _fail(where, field, values, f"the contract has {contract.variants} start variant(s); give 1 value or one for each")
+            _fail(
+                where,
+                field,
+                values,
+                f"the contract has {contract.variants} start variant(s); give 1 value or one for each",
+            )
 
 
 # ------------------------------------------------------------------------------------------ calls
@@ -181,7 +197,12 @@ def _check_call(contract: Contract, call: Call) -> None:
             _fail(where, "ticks", name, "a product clock advances through its factors; name the factors")
         expected = contract.elapsed(name, call.ticks)
         if expected != ticks:
-            _fail(where, f"ticks[{name!r}]", ticks, f"the other clocks of this call advance it by {expected}; give one of them")
+            _fail(
+                where,
+                f"ticks[{name!r}]",
+                ticks,
+                f"the other clocks of this call advance it by {expected}; give one of them",
+            )
     inputs = {item.name: item for item in contract.inputs}
     for name in call.sizes:
         _known(where, "sizes", name, inputs, "input")
@@ -189,14 +210,19 @@ def _check_call(contract: Contract, call: Call) -> None:
     for name, item in inputs.items():
         sizes, wanted = call.sizes.get(name, ()), item.shape.count(None)
         if len(sizes) != wanted and item.place not in fixed:
-            _fail(where, f"sizes[{name!r}]", sizes, f"the input's shape {item.shape} leaves {wanted} size(s) open; give as many")
+            _fail(
+                where,
+                f"sizes[{name!r}]",
+                sizes,
+                f"the input's shape {item.shape} leaves {wanted} size(s) open; give as many",
+            )
         if any(size < 0 for size in sizes):
             _fail(where, f"sizes[{name!r}]", sizes, "a size is not negative")
     for bound in contract.admit:
         elapsed = contract.elapsed(bound.clock, call.ticks)
         if call.steady and elapsed > bound.at_most:
-            _fail(where, "steady", True, f"it advances {bound.clock!r} by {elapsed}, admit allows {bound.at_most}: every "
-                  "steady call would run as stock; raise the bound")  # fmt: skip
+            way_out = f"it advances {bound.clock!r} by {elapsed}, admit allows {bound.at_most}; raise the bound"
+            _fail(where, "steady", True, f"every steady call would run as stock: {way_out}")
 
 
 def _check_references(contract: Contract) -> None:
@@ -216,7 +242,12 @@ def _check_against_calls(contract: Contract, region: Region) -> None:
     for field in ("strides", "flush"):
         for ticks in getattr(region, field):
             if (region.growth * ticks).denominator != 1:
-                _fail(f"Region {region.name!r}", field, ticks, f"with growth {region.growth} it is no whole number of elements")
+                _fail(
+                    f"Region {region.name!r}",
+                    field,
+                    ticks,
+                    f"with growth {region.growth} it is no whole number of elements",
+                )
     grown = {call.name: (call.steady, contract.advance(region, call.ticks)) for call in contract.calls}
     if not contract.calls or region.clock is None:
         return
@@ -228,5 +259,5 @@ def _check_against_calls(contract: Contract, region: Region) -> None:
         if getattr(region, field) and given != called:
             kind = "steady" if field == "strides" else "other"
             elements = ", ".join(map(str, sorted(called))) or "nothing"
-            _fail(f"Region {region.name!r}", field, getattr(region, field),
-                  f"the contract's {kind} calls grow it by {elements} (elements); leave {field} out or mend the calls")  # fmt: skip
+            way_out = f"the {kind} calls grow it by {elements} (elements); leave {field} out or mend the calls"
+            _fail(f"Region {region.name!r}", field, getattr(region, field), way_out)
