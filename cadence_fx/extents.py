@@ -179,7 +179,8 @@ def region_extents(contract: Contract, region: Region) -> RegionExtents:
     reserved = held if region.reserved is None else DTYPE_BYTES[region.dtype] * prod(region.reserved)
     if region.shares is not None:
         held = 0
-    refusal = _refusal(contract, region, held, window, max(map(len, by_variant), default=1), stride)
+    count = max(map(len, by_variant), default=1)
+    refusal = _refusal(contract, region, held, window, count, stride)
     return RegionExtents(
         family=contract.name,
         region=region.name,
@@ -190,7 +191,7 @@ def region_extents(contract: Contract, region: Region) -> RegionExtents:
         stride=stride,
         width=width,
         verdict="exclude" if refusal else "capture",
-        reason=refusal or _account(region, steady, by_variant, width),
+        reason=refusal or _account(region, steady, count, window, width),
         attended=_union(by_variant),
         attended_all=everything,
         by_variant=by_variant,
@@ -237,9 +238,7 @@ def _refusal(
     return None
 
 
-def _account(
-    region: Region, steady: tuple[Move, ...], by_variant: tuple[tuple[int, ...], ...], width: int | None
-) -> str:
+def _account(region: Region, steady: tuple[Move, ...], count: int, window: int | None, width: int | None) -> str:
     """What a captured region's numbers rest on."""
     if region.shares is not None:
         return f"scratch without bytes of its own: uses the memory of {region.shares!r} during a call"
@@ -249,11 +248,14 @@ def _account(
         return "constant: one shape"
     if not region.grows:
         return "the extent is pinned: one shape"
+    if window == 0:
+        return "one attended extent: it starts at its limit and stays there"
     strides = sorted({move.growth for move in steady})
-    count = max(map(len, by_variant))
-    text = f"{count} attended extents"
-    if len(strides) > 1:
-        text += f"; K takes the smallest of the strides {', '.join(map(str, strides))}"
+    text = f"{count} attended extents, K = 1 + ceil({window}/{strides[0]})"
     if width != count:
-        text += f"; the closed form gives K = {width}, the enumeration counts"
+        text = (
+            f"{count} attended extents by enumeration, which counts; 1 + ceil({window}/{strides[0]}) gives K = {width}"
+        )
+    if len(strides) > 1:
+        text += f"; the closed form takes the smallest of the strides {', '.join(map(str, strides))}"
     return text
