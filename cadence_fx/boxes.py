@@ -9,14 +9,19 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-__all__ = ["Box", "Ints", "overlap", "overlapping_pairs"]
+__all__ = ["Box", "Ints", "overlap", "overlapping_pairs", "put"]
 
 Ints: TypeAlias = tuple[int, ...]
 Box: TypeAlias = tuple[Ints, Ints]
 
 
+def put(values: Ints, dim: int, value: int) -> Ints:
+    """The tuple with one entry replaced."""
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
 def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes share an element."""
+    """Whether two boxes, neither of them empty, share an element."""
     return all(s < t + m and t < s + n for s, n, t, m in zip(*a, *b, strict=True))
 
 

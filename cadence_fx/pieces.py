@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from cadence_fx.boxes import Ints
+from cadence_fx.boxes import Ints, put
 
 __all__ = ["Axes", "Piece", "Source"]
 
@@ -33,11 +33,6 @@ class Piece:
     """Start in the source, one entry per dimension of the source."""
     axes: Axes
     """Per dimension of the source, the tensor dimension that walks it, or None for a fixed index."""
-
-
-def put(values: Ints, dim: int, value: int) -> Ints:
-    """The tuple with one entry replaced."""
-    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def moved(piece: Piece, dim: int, by: int) -> Piece:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from cadence_fx.boxes import Ints, overlapping_pairs
+from cadence_fx.boxes import Ints, overlapping_pairs, put
 from cadence_fx.errors import CadenceError
 from cadence_fx.pieces import (
     Piece,
@@ -31,7 +31,6 @@ from cadence_fx.pieces import (
     moved,
     outside,
     plain,
-    put,
     same_where_both,
 )
 
