@@ -35,7 +35,7 @@ def execute(layout: Layout, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
     for piece in layout.pieces:
         source = tensors[piece.source]
         assert len(piece.origin) == source.dim()
-        index = []
+        index: list[torch.Tensor] = []
         for origin, axis in zip(piece.origin, piece.axes, strict=True):
             walk = [1] * len(piece.size)
             if axis is not None:
@@ -135,7 +135,7 @@ def step(draw: Any, op: str, pair: Pair, world: World) -> list[Pair]:
         sizes = (
             draw(st.integers(1, 4)) if draw(st.booleans()) else [b - a for a, b in zip([0, *cuts], ends, strict=True)]
         )
-        return list(zip(layout.split(dim, sizes), tensor.split(sizes, dim), strict=True))
+        return list(zip(layout.split(dim, sizes), torch.split(tensor, sizes, dim), strict=True))
     if op == "chunk":
         n = draw(st.integers(1, 5))
         return list(zip(layout.chunk(dim, n), tensor.chunk(n, dim), strict=True))
