@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias, TypeVar
 
 from cadence_fx.errors import ContractError
 from cadence_fx.retention import Pinned, Retention, Ring
@@ -23,8 +23,8 @@ from cadence_fx.retention import Pinned, Retention, Ring
 __all__ = [
     "Arg",
     "Attr",
-    "Boundary",
     "Bound",
+    "Boundary",
     "Call",
     "Clock",
     "Contract",
@@ -47,6 +47,7 @@ Order = Literal["new_first", "old_first", "ring", "replace"]
 LIFETIMES: tuple[str, ...] = ("operator", "unit", "turn", "session", "process")
 MUTABILITIES: tuple[str, ...] = ("state", "scratch", "constant")
 ORDERS: tuple[str, ...] = ("new_first", "old_first", "ring", "replace")
+PINNED = Pinned()
 DTYPE_BYTES: dict[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -182,7 +183,7 @@ class Region:
     strides: tuple[int, ...] = ()
     flush: tuple[int, ...] = ()
     order: Order = "replace"
-    retain: Retention = Pinned()
+    retain: Retention = PINNED
     enters: Place | None = None
     leaves: Place | None = None
     lifetime: Lifetime = "turn"
@@ -278,6 +279,11 @@ class Input:
         if self.high is not None and self.high < 1:
             raise ContractError(f"Input {self.place}: high is {self.high}; integers are drawn from 0..high-1")
 
+    @property
+    def name(self) -> str:
+        """The name that ``Call.sizes`` uses: ``"token"`` for ``Arg("token")``, ``"x.mel"`` for ``Arg("x", "mel")``."""
+        return ".".join(map(str, self.place.keys))
+
 
 @dataclass(frozen=True)
 class Scalar:
@@ -296,7 +302,7 @@ class Call:
 
     Args:
         name: unique in the contract: "chunk", "flush[10]", "last[28]".
-        ticks: clock name -> ticks by which the call advances it.
+        ticks: clock name -> ticks by which the call advances it. Clocks related by ``ratio`` follow.
         sizes: input argument name -> sizes for the ``None``s of its shape, in order.
         scalars: places and values of Python arguments that the call fixes.
         steady: part of the regular cadence: counted in the catalog width and captured first.
@@ -316,7 +322,9 @@ class Call:
         object.__setattr__(self, "scalars", tuple((place, value) for place, value in self.scalars))
         for clock, ticks in self.ticks.items():
             if ticks <= 0:
-                raise ContractError(f"Call {self.name!r}: ticks[{clock!r}] is {ticks}; leave clocks out that stand still")
+                raise ContractError(
+                    f"Call {self.name!r}: ticks[{clock!r}] is {ticks}; leave clocks out that stand still"
+                )
         if self.ends is not None and self.ends not in LIFETIMES:
             raise ContractError(f"Call {self.name!r}: ends is {self.ends!r}; expected one of {', '.join(LIFETIMES)}")
 
@@ -429,27 +437,41 @@ class Contract:
         """The regions that hold state."""
         return tuple(r for r in self.regions if r.mutability == "state")
 
-    def ratio(self, clock: str, to: str) -> Fraction | None:
-        """Ticks of ``clock`` per tick of ``to`` along the parents of ``clock``; None if they are unrelated."""
+    def _rate(self, clock: str) -> tuple[str, Fraction]:
+        """The clock without a parent that ``clock`` descends from, and ticks of ``clock`` per tick of it."""
         ratio, current = Fraction(1), self.clock(clock)
-        while current.name != to:
-            if current.of is None:
-                return None
+        while current.of is not None:
             ratio, current = ratio * current.ratio, self.clock(current.of)
-        return ratio
+        return current.name, ratio
+
+    def ratio(self, clock: str, to: str) -> Fraction | None:
+        """Ticks of ``clock`` per tick of ``to``, through the parents that they share; None if they are unrelated."""
+        (root, rate), (to_root, to_rate) = self._rate(clock), self._rate(to)
+        return rate / to_rate if root == to_root else None
+
+    def elapsed(self, clock: str, ticks: Mapping[str, int]) -> Fraction:
+        """Ticks of ``clock`` in a call that advances the clocks by ``ticks``; 0 if the call does not touch it."""
+        for other, n in ticks.items():
+            ratio = self.ratio(clock, other)
+            if ratio is not None:
+                return ratio * n
+        return Fraction(0)
 
     def advance(self, region: Region, ticks: Mapping[str, int]) -> int:
-        """Elements by which ``region`` grows when a call advances the clocks by ``ticks``."""
+        """Elements by which ``region`` grows when a call advances the clocks by ``ticks``.
+
+        Raises:
+            ContractError: the growth is no whole number of elements.
+        """
         if region.clock is None:
             return 0
-        for clock, n in ticks.items():
-            ratio = self.ratio(region.clock, clock)
-            if ratio is not None:
-                grown = region.growth * ratio * n
-                if grown.denominator != 1:
-                    raise ContractError(f"Region {region.name!r}: {n} ticks of {clock!r} grow it by {grown}, no whole number")
-                return int(grown)
-        return 0
+        grown = region.growth * self.elapsed(region.clock, ticks)
+        if grown.denominator != 1:
+            given = ", ".join(f"{n} ticks of {clock!r}" for clock, n in ticks.items())
+            raise ContractError(
+                f"Region {region.name!r}: {given} grow it by {grown}, no whole number; mend growth or ratio"
+            )
+        return int(grown)
 
 
 def suggest(found: str, known: Iterable[str]) -> str:
@@ -458,12 +480,17 @@ def suggest(found: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _named(items: tuple, name: str, kind: str):  # type: ignore[no-untyped-def,type-arg]
+Named = TypeVar("Named", Clock, Region, Call)
+
+
+def _named(items: tuple[Named, ...], name: str, kind: str) -> Named:
     for item in items:
         if item.name == name:
             return item
     known = [item.name for item in items]
-    raise ContractError(f"no {kind} is called {name!r}; the contract has {', '.join(known) or 'none'}{suggest(name, known)}")
+    raise ContractError(
+        f"no {kind} is called {name!r}; the contract has {', '.join(known) or 'none'}{suggest(name, known)}"
+    )
 
 
 class _FrozenMap(dict):  # type: ignore[type-arg]
@@ -472,8 +499,15 @@ class _FrozenMap(dict):  # type: ignore[type-arg]
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
 
-    def __setitem__(self, key: object, value: object) -> None:
+    def __reduce__(self) -> tuple[type[_FrozenMap], tuple[dict[object, object]]]:
+        # The default fills a copy item by item, which a frozen map refuses; modules that hold a contract are copied.
+        return _FrozenMap, (dict(self),)
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("a contract is frozen; make a new one with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 def _frozen_map(mapping: Mapping[str, object]) -> _FrozenMap:
