@@ -164,6 +164,12 @@ def test_a_rotation_spills_the_smaller_part_only() -> None:
     assert spilled(same([Move((0,), (99,), (1,)), Move((1,), (0,), (99,))], (100,))) == 1
 
 
+def test_a_spill_that_a_later_one_makes_needless_is_taken_back() -> None:
+    """Of the blocks [0:20], [20:60] and the part [60:100], the smallest is on a cycle, but spilling the part does."""
+    steps = plan_moves([Move((0,), (60,), (40,)), Move((40,), (0,), (60,))])
+    assert [step for step in steps if isinstance(step, Spill)] == [Spill(0, (60,), (40,))]
+
+
 def test_one_source_may_go_to_several_places() -> None:
     assert len(same([Move((4,), (0,), (2,)), Move((2,), (0,), (2,)), Move((0,), (6,), (2,))], (8,))) == 3
 
