@@ -121,7 +121,7 @@ class Clock:
     name: str
     hz: float | None = None
     of: str | None = None
-    ratio: Fraction = Fraction(1)
+    ratio: Fraction | int = Fraction(1)
     extent: int | None = None
     product: tuple[str, ...] = ()
 
@@ -178,7 +178,7 @@ class Region:
     dim: int | None = None
     clock: str | None = None
     fixed_clocks: tuple[tuple[int, str], ...] = ()
-    growth: Fraction = Fraction(1)
+    growth: Fraction | int = Fraction(1)
     start: tuple[int, ...] | int = 0
     strides: tuple[int, ...] = ()
     flush: tuple[int, ...] = ()

@@ -31,7 +31,7 @@ _PATHS: dict[str, type[Arg | Result]] = {"arg": Arg, "result": Result}
 _TYPE_NAMES = {bool: "true or false", int: "an int", float: "a number", str: "a string", type(None): "null"}
 
 
-def to_dict(contract: Contract) -> dict[str, Json]:
+def to_dict(contract: Contract) -> dict[str, Any]:
     """The contract as plain dicts, lists, strings and numbers.
 
     Raises:
@@ -200,6 +200,8 @@ def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> object:
     tagged = tuple(m for m in members if is_dataclass(m))
     if tagged:
         return _decode_tagged(tagged, value, where)
+    if Fraction in members:
+        return _decode_fraction(value, where)
     for member in members:
         origin = get_origin(member)
         if origin is tuple and isinstance(value, (list, tuple)):

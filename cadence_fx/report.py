@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from cadence_fx.catalog import CaptureBytes, ClassBytes
 from cadence_fx.changes import Change, Rejection
-from cadence_fx.contract import Clock
+from cadence_fx.contract import Arg, Attr, Clock, Result
 from cadence_fx.extents import RegionExtents
 
 __all__ = ["Report"]
@@ -166,7 +166,7 @@ def _plain(value: object) -> object:
     convert = getattr(value, "to_dict", None)
     if convert is not None:
         return convert()
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, (type, Arg, Attr, Result)):  # places read better as text
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
