@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from cadence_fx.errors import ContractError
 from cadence_fx.retention import Pinned, Retention, Ring
@@ -23,8 +23,8 @@ from cadence_fx.retention import Pinned, Retention, Ring
 __all__ = [
     "Arg",
     "Attr",
-    "Boundary",
     "Bound",
+    "Boundary",
     "Call",
     "Clock",
     "Contract",
@@ -316,7 +316,9 @@ class Call:
         object.__setattr__(self, "scalars", tuple((place, value) for place, value in self.scalars))
         for clock, ticks in self.ticks.items():
             if ticks <= 0:
-                raise ContractError(f"Call {self.name!r}: ticks[{clock!r}] is {ticks}; leave clocks out that stand still")
+                raise ContractError(
+                    f"Call {self.name!r}: ticks[{clock!r}] is {ticks}; leave clocks out that stand still"
+                )
         if self.ends is not None and self.ends not in LIFETIMES:
             raise ContractError(f"Call {self.name!r}: ends is {self.ends!r}; expected one of {', '.join(LIFETIMES)}")
 
@@ -447,7 +449,9 @@ class Contract:
             if ratio is not None:
                 grown = region.growth * ratio * n
                 if grown.denominator != 1:
-                    raise ContractError(f"Region {region.name!r}: {n} ticks of {clock!r} grow it by {grown}, no whole number")
+                    raise ContractError(
+                        f"Region {region.name!r}: {n} ticks of {clock!r} grow it by {grown}, no whole number"
+                    )
                 return int(grown)
         return 0
 
@@ -458,12 +462,22 @@ def suggest(found: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _named(items: tuple, name: str, kind: str):  # type: ignore[no-untyped-def,type-arg]
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Item = TypeVar("_Item", bound=_Named)
+
+
+def _named(items: tuple[_Item, ...], name: str, kind: str) -> _Item:
     for item in items:
         if item.name == name:
             return item
     known = [item.name for item in items]
-    raise ContractError(f"no {kind} is called {name!r}; the contract has {', '.join(known) or 'none'}{suggest(name, known)}")
+    raise ContractError(
+        f"no {kind} is called {name!r}; the contract has {', '.join(known) or 'none'}{suggest(name, known)}"
+    )
 
 
 class _FrozenMap(dict):  # type: ignore[type-arg]

@@ -58,7 +58,9 @@ class Ring:
     def contradiction(self, start: int) -> str | None:
         if self.length < 1:
             return f"a ring has at least one slot, not {self.length}"
-        return None if start in (0, self.length) else f"a ring of {self.length} slots starts full ({self.length}) or at 0"
+        return (
+            None if start in (0, self.length) else f"a ring of {self.length} slots starts full ({self.length}) or at 0"
+        )
 
 
 @dataclass(frozen=True)
