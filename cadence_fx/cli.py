@@ -27,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def complete_json(arguments: Sequence[str]) -> list[str]:
     """``--json`` at the end or before another option means standard output, as ``--json -`` does."""
     completed: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for position, argument in enumerate(arguments, start=1):
         completed.append(argument)
+        following = arguments[position] if position < len(arguments) else "--"
         if argument == "--json" and following != "-" and following.startswith("-"):
             completed.append("-")
     return completed

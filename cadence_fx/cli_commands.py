@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,6 +221,9 @@ def _show(json: str | None) -> Show:
 
 
 def _family(target: str, option: list[str] | None) -> Family:
+    here = str(Path.cwd())
+    if ":" in target and here not in sys.path:  # a factory beside the user; `python -m` has it there already
+        sys.path.insert(0, here)
     try:
         return load(target, **_options(option))
     except CadenceError as error:
