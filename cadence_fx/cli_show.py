@@ -103,9 +103,9 @@ class Show:
 
     # -------------------------------------------------------------------------------------- tables
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A rich table on a terminal, aligned text elsewhere."""
+        """A rich table on a terminal that is wide enough, aligned text elsewhere."""
         cells = [list(row) for row in rows]
-        if self.console.is_terminal:
+        if self.fits(columns, cells):
             grid = Table(show_edge=False, pad_edge=False)
             for column in columns:
                 grid.add_column(escape(column), justify="right" if column in NUMBERS else "left")
@@ -121,12 +121,22 @@ class Show:
             )
             self.line("  ".join(aligned).rstrip())
 
+    def fits(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> bool:
+        """True on a terminal that holds the table without breaking a cell."""
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        return self.console.is_terminal and sum(widths) + 3 * len(widths) <= self.console.width
+
     def regions(self, report: Report) -> None:
-        """The region table."""
+        """The region table; on a terminal too narrow for the reasons, these follow it."""
         columns = [name for name in REGION_COLUMNS if name != "reason" or any(row.reason for row in report.regions)]
-        self.table(
-            columns, ([cell(name, getattr(row, REGION_COLUMNS[name])) for name in columns] for row in report.regions)
-        )
+        cells = [[cell(name, getattr(row, REGION_COLUMNS[name])) for name in columns] for row in report.regions]
+        if columns[-1] != "reason" or not self.console.is_terminal or self.fits(columns, cells):
+            self.table(columns, cells)
+            return
+        self.table(columns[:-1], [row[:-1] for row in cells])
+        for row in report.regions:
+            if row.reason:
+                self.line(f"  {row.region}: {row.reason}")
 
     def state_bytes(self, report: Report) -> None:
         """Bytes that stock reserves for state against those that the contract's buffers take."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import cadence_fx
 from cadence_fx import cli
-from cadence_fx.cli_show import cell, extents, size
+from cadence_fx.cli_show import Show, cell, extents, size
 from cadence_fx.errors import ContractError, VerificationError
 
 RunCli = Callable[..., int]
@@ -308,3 +309,20 @@ def test_cells_read_as_people_write_them() -> None:
     assert extents((302, 352, 402)) == "302, 352, 402"
     assert extents(range(2, 57, 2)) == "2..56 (28)"
     assert [cell("rho", 3.5), cell("W", None), cell("stock bytes", 2048), cell("K", 3)] == ["3.50", "-", "2.0 KiB", "3"]
+
+
+# ------------------------------------------------------------------------------------------ tables
+@pytest.mark.parametrize(
+    ("columns", "ruled", "reason_below"), [(70, False, True), (110, True, True), (130, True, False)]
+)
+def test_no_cell_is_broken_whatever_the_terminal_is_wide(
+    columns: int, ruled: bool, reason_below: bool, capsys: Capture
+) -> None:
+    show = Show(None)
+    show.console = Console(force_terminal=True, width=columns, soft_wrap=True, color_system=None, highlight=False)
+    show.regions(FakeReport([Row(), Row(region="text_kv", verdict="exclude", reason="wider than 8")]))
+    printed = capsys.readouterr().out
+    assert ("━" in printed) == ruled
+    assert ("\n  text_kv: wider than 8\n" in printed) == reason_below
+    assert "302, 352, 402" in printed
+    assert "…" not in printed
