@@ -68,7 +68,9 @@ def written(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op != "call_function":
         return ()
     _, writes = _alias_and_writes(node.target)
-    found = [node.kwargs.get(w) if isinstance(w, str) else (node.args[w] if w < len(node.args) else None) for w in writes]
+    found = [
+        node.kwargs.get(w) if isinstance(w, str) else (node.args[w] if w < len(node.args) else None) for w in writes
+    ]
     return tuple(a for a in found if isinstance(a, fx.Node))
 
 

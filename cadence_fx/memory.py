@@ -122,7 +122,8 @@ class Memory:
         self.contract, self.device = contract, device
         extents = region_extents(contract)
         self.buffers: dict[str, RegionBuffer] = {
-            region.name: RegionBuffer.allocate(region, extents[region.name].envelope, device) for region in contract.states
+            region.name: RegionBuffer.allocate(region, extents[region.name].envelope, device)
+            for region in contract.states
         }
         self.epoch = 0
 
@@ -159,7 +160,11 @@ class Memory:
         """
         fitted: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            found = self.buffers[name].fit(tensor) if isinstance(tensor, torch.Tensor) else f"it is a {type(tensor).__name__}"
+            found = (
+                self.buffers[name].fit(tensor)
+                if isinstance(tensor, torch.Tensor)
+                else f"it is a {type(tensor).__name__}"
+            )
             if isinstance(found, str):
                 raise ContractError(f"state {name!r}: {found}; pass the state that the last call or prime() returned")
             fitted[name] = found

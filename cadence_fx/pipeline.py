@@ -118,7 +118,9 @@ def order_passes(passes: Sequence[GraphPass]) -> tuple[GraphPass, ...]:
         return tuple(by_name[name] for name in networkx.lexicographical_topological_sort(graph, key=rank.__getitem__))
     except networkx.NetworkXUnfeasible:
         cycle = networkx.find_cycle(graph)
-        raise PassError(f"passes wait for each other: {' -> '.join(edge[0] for edge in cycle)} -> {cycle[0][0]}") from None
+        raise PassError(
+            f"passes wait for each other: {' -> '.join(edge[0] for edge in cycle)} -> {cycle[0][0]}"
+        ) from None
 
 
 def run_passes(
@@ -156,7 +158,9 @@ def run_passes(
         except CadenceError:
             raise
         except Exception as error:
-            raise PassError(f"pass {step.name!r} failed after {done or 'none'}: {type(error).__name__}: {error}") from error
+            raise PassError(
+                f"pass {step.name!r} failed after {done or 'none'}: {type(error).__name__}: {error}"
+            ) from error
         if seconds is not None:
             seconds[step.name] = seconds.get(step.name, 0.0) + time.perf_counter() - start
         flat = result.flat

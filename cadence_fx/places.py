@@ -51,7 +51,9 @@ def _set(root: Any, keys: tuple[str | int, ...], value: Any) -> Any:
         if hasattr(root, "_fields"):
             return type(root)(*items)
         return type(root)(items)
-    raise ContractError(f"cannot reach key {key!r} in a {type(root).__name__}; places lead through dicts, tuples and lists")
+    raise ContractError(
+        f"cannot reach key {key!r} in a {type(root).__name__}; places lead through dicts, tuples and lists"
+    )
 
 
 def _owner(module: torch.nn.Module, path: str) -> tuple[Any, str]:

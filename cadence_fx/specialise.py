@@ -145,7 +145,11 @@ class _Inliner:
         self.ticks: dict[str, int] = {}
 
     def inline(
-        self, trace: Trace, bindings: dict[sympy.Symbol, int], inputs: Sequence[fx.Node], where: tuple[tuple[str, int], ...]
+        self,
+        trace: Trace,
+        bindings: dict[sympy.Symbol, int],
+        inputs: Sequence[fx.Node],
+        where: tuple[tuple[str, int], ...],
     ) -> list[Any]:
         metas = _Metas(trace, bindings)
         env: dict[fx.Node, Any] = {}
@@ -220,7 +224,9 @@ class _Inliner:
         trace = self.tracer.trace_site(site, tensors, vary)
         bindings = trace.bind(shapes, dtypes)
         if isinstance(bindings, str):
-            raise TraceError(f"boundary {site.path!r}: a trace made for shapes {list(shapes)} does not cover them: {bindings}")
+            raise TraceError(
+                f"boundary {site.path!r}: a trace made for shapes {list(shapes)} does not cover them: {bindings}"
+            )
         return trace, bindings
 
 

@@ -111,7 +111,9 @@ def evaluate(expr: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
     """The integer that an extent is for these symbol values."""
     found = sympy.sympify(expr.xreplace(_integers(values)))
     if not found.is_number:
-        raise TraceError(f"extent {expr} is not fixed by the inputs; symbols left: {sorted(map(str, found.free_symbols))}")
+        raise TraceError(
+            f"extent {expr} is not fixed by the inputs; symbols left: {sorted(map(str, found.free_symbols))}"
+        )
     return int(found)
 
 
@@ -202,14 +204,18 @@ class Tracer:
         original, owner = self._originals[site.path]
         examples = tuple(_example(t) for t in inputs)
         call = _BoundCall(owner, original, site)
-        trace = self._export(call, owner, {"inputs": examples}, {"inputs": tuple(dynamic)}, site.path.rpartition(".")[0])
+        trace = self._export(
+            call, owner, {"inputs": examples}, {"inputs": tuple(dynamic)}, site.path.rpartition(".")[0]
+        )
         site.traces.append(trace)
         return trace
 
     def _export(
         self, call: torch.nn.Module, owner: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str
     ) -> Trace:
-        shapes = pytree.tree_map(lambda dims: {d: torch.export.Dim.DYNAMIC for d in dims} or None, dynamic, is_leaf=_is_set)
+        shapes = pytree.tree_map(
+            lambda dims: {d: torch.export.Dim.DYNAMIC for d in dims} or None, dynamic, is_leaf=_is_set
+        )
         var_positional = isinstance(call, _BoundCall)
         positional = args["inputs"] if var_positional else ()
         keywords = {} if var_positional else args

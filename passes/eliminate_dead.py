@@ -45,7 +45,9 @@ def live_nodes(flat: FlatGraph, scratch: frozenset[str], roots: list[fx.Node] | 
         for argument in written(node):
             base = base_of(argument)
             writers.setdefault(base, []).append(node)
-            lasting = base.op == "placeholder" or (base.op == "get_attr" and flat.attributes[str(base.target)] not in scratch)
+            lasting = base.op == "placeholder" or (
+                base.op == "get_attr" and flat.attributes[str(base.target)] not in scratch
+            )
             if lasting:
                 todo.append(node)
         if is_random(node) or (is_sync(node) and not node.users):

@@ -60,7 +60,9 @@ class HoistConstants:
             node.replace_all_uses_with(targets[identity])
             by_source[source_of(node) or str(node.target)] += 1
         why = "its clock is slower than the call's: parameters, fixed buffers and literals only"
-        changes = tuple(Change(self.name, "hoisted", "constant", why, source, n) for source, n in by_source.most_common())
+        changes = tuple(
+            Change(self.name, "hoisted", "constant", why, source, n) for source, n in by_source.most_common()
+        )
         return PassResult(flat, changes, rejections)
 
     def _choose(
@@ -94,7 +96,9 @@ class HoistConstants:
         return [n for n in frontier if n in chosen], tuple(rejections)
 
     def ensures(self, flat: FlatGraph, context: PassContext) -> str | None:
-        missing = [t for t in flat.constants if t.startswith("constant_") and not isinstance(flat.constants[t], torch.Tensor)]
+        missing = [
+            t for t in flat.constants if t.startswith("constant_") and not isinstance(flat.constants[t], torch.Tensor)
+        ]
         return f"constants {missing} have no value" if missing else None
 
 

@@ -62,7 +62,9 @@ class RemoveHostSyncs:
                 continue
             if node.target is not aten.istft.default:
                 hint = "it stays, and a capture region ends there; move the decision out of the call if you can"
-                rejections.append(Rejection(CX301, self.name, node.name, f"{node.target} synchronises", (hint,), source_of(node)))
+                rejections.append(
+                    Rejection(CX301, self.name, node.name, f"{node.target} synchronises", (hint,), source_of(node))
+                )
                 continue
             refusal = _refusal(node, evaluator)
             if refusal is not None:
@@ -71,7 +73,13 @@ class RemoveHostSyncs:
                 continue
             _expand(flat, node)
             changes.append(
-                Change(self.name, "expanded", node.name, "same ATen operators; the window's envelope was checked here", source_of(node))
+                Change(
+                    self.name,
+                    "expanded",
+                    node.name,
+                    "same ATen operators; the window's envelope was checked here",
+                    source_of(node),
+                )
             )
         return PassResult(flat, tuple(changes), tuple(rejections))
 
@@ -98,7 +106,10 @@ def _refusal(node: fx.Node, evaluator: ConstantEvaluator) -> tuple[str, str] | N
             return CX302, f"{name} is {a[name]}, expected one of {allowed}"
     hop, win = a["hop_length"], a["win_length"]
     if hop is None or (win is not None and win != a["n_fft"]):
-        return CX302, f"hop_length is {hop} and win_length {win}; expected a hop and win_length equal to n_fft {a['n_fft']}"
+        return (
+            CX302,
+            f"hop_length is {hop} and win_length {win}; expected a hop and win_length equal to n_fft {a['n_fft']}",
+        )
     window = a["window"]
     if not isinstance(window, fx.Node) or not evaluator.is_constant(window):
         return CX303, f"the window {window} depends on the call"
@@ -129,7 +140,9 @@ def _expand(flat: FlatGraph, node: fx.Node) -> None:
     start, end = _bounds(a, length)
     norm = 1 if a["normalized"] else 2  # by sqrt(n), by n
 
-    def add(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    def add(
+        target: Any, args: tuple[Any, ...], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> fx.Node:
         made = flat.graph.call_function(target, args)
         made.meta.update(node.meta)
         made.meta["val"] = TensorMeta(shape, stride, dtype, result.device)
@@ -143,10 +156,14 @@ def _expand(flat: FlatGraph, node: fx.Node) -> None:
         signal = add(aten._fft_c2r.default, (spec, [2], norm, n_fft), *full)
         row = add(aten.view.default, (window, [1, 1, n_fft]), (1, 1, n_fft), (n_fft, n_fft, 1), real)
         windowed = add(aten.mul.Tensor, (signal, row), *full)
-        y = add(aten.unfold_backward.default, (windowed, [batch, length], 1, n_fft, hop), (batch, length), (length, 1), real)
+        y = add(
+            aten.unfold_backward.default, (windowed, [batch, length], 1, n_fft, hop), (batch, length), (length, 1), real
+        )
         square = add(aten.pow.Tensor_Scalar, (window, 2), (n_fft,), (1,), real)
         squares = add(aten.expand.default, (square, [1, frames, n_fft]), (1, frames, n_fft), (0, 0, 1), real)
-        envelope = add(aten.unfold_backward.default, (squares, [1, length], 1, n_fft, hop), (1, length), (length, 1), real)
+        envelope = add(
+            aten.unfold_backward.default, (squares, [1, length], 1, n_fft, hop), (1, length), (length, 1), real
+        )
         inner = (batch, end - start), (length, 1), real
         kept = add(aten.slice.Tensor, (y, 1, start, end), *inner)
         weight = add(aten.slice.Tensor, (envelope, 1, start, end), (1, end - start), (length, 1), real)

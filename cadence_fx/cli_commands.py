@@ -1,0 +1,256 @@
+"""The commands of ``cadence-fx``: arguments in, tables, JSON and exit codes out. The work is done elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+
+import cadence_fx
+from cadence_fx.cli_show import Report, Show
+from cadence_fx.errors import CadenceError
+from cadence_fx.families import FAMILIES, Family, load
+
+__all__ = ["app"]
+
+DIFFERENT, USAGE = 1, 2
+
+app = typer.Typer(
+    help="Exact replay of streaming speech decoders: what is rewritten, and proof that no bit changes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+TargetArgument = Annotated[
+    str, typer.Argument(help=f"{', '.join(FAMILIES)}, or package.module:factory", show_default=False)
+]
+DemoTarget = Annotated[str, typer.Argument(help=f"{', '.join(FAMILIES)}, or package.module:factory")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:1; the first GPU if there is one.", show_default=False)
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write one JSON object to FILE; - is standard output.", show_default=False
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of weights and inputs.")]
+ChunksOption = Annotated[int, typer.Option("--chunks", min=1, help="Number of calls to compare.")]
+OptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", metavar="NAME=VALUE", help="Option of the family; may be repeated.", show_default=False
+    ),
+]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for the graphs.", file_okay=False)]
+
+
+# ---------------------------------------------------------------------------------------------- commands
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"cadence-fx {cadence_fx.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def explain(
+    target: TargetArgument,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Build and trace the module too, to list rewrites and refusals.")
+    ] = False,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    option: OptionsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Print what the declaration alone decides: windows, catalog widths, verdicts and bytes."""
+    show, family, on = _show(json), _family(target, option), _device(device)
+    from cadence_fx.explain import explain as run
+
+    with _rejections():
+        module = family.build_random(on, seed) if trace else None
+        report: Report = run(module, family.contract())
+    show.report(report)
+    show.json(report.to_dict())
+
+
+@app.command()
+def verify(
+    target: TargetArgument,
+    chunks: ChunksOption = 8,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    option: OptionsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare the rewritten decoder with stock, call by call, in every bit of output, state and generator."""
+    show, on = _show(json), _device(device)
+    _family(target, option)
+    result = _verified(show, target, on, chunks, seed, _options(option))
+    show.json(result.to_dict())
+    if not result.ok:
+        raise typer.Exit(DIFFERENT)
+
+
+@app.command()
+def demo(
+    target: DemoTarget = "token2wav",
+    chunks: ChunksOption = 4,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    option: OptionsOption = None,
+    out: OutOption = Path("graphs"),
+    json: JsonOption = None,
+) -> None:
+    """Verify a decoder at released sizes, then show what was rewritten, what was declined and why."""
+    show, family, on = _show(json), _family(target, option), _device(device)
+    show.heading(f"{target} on {on}: stock and rewritten, side by side")
+    result = _verified(show, target, on, chunks, seed, _options(option))
+    with _rejections(), show.console.status("tracing and rewriting"):
+        fast = _transformed(family, on, seed)
+    report: Report = fast.report
+    show.heading("regions")
+    show.report(report)
+    files = _written(show, fast, out)
+    show.json({"verify": result.to_dict(), "explain": report.to_dict(), "graphs": files})
+    if not result.ok:
+        raise typer.Exit(DIFFERENT)
+
+
+@app.command()
+def bench(
+    target: TargetArgument,
+    chunks: ChunksOption = 200,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    option: OptionsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Time stock and each rewriting step on a GPU, with the peak of memory and a hash of the output."""
+    show, on = _show(json), _device(device)
+    _family(target, option)
+    if torch.device(on).type != "cuda":
+        _stop("bench needs a CUDA device; on a CPU, verify compares bits and explain counts bytes")
+    from cadence_fx.bench import bench as run
+
+    with _rejections(), show.console.status("measuring"):
+        result = run(target, device=on, chunks=chunks, seed=seed, options=_options(option), progress=show.line)
+    found: dict[str, Any] = result.to_dict()
+    columns = ["cell", "p50_ms", "p95_ms", "peak_mib", "sha256"]
+    show.table(
+        columns,
+        ([name, f"{c['p50_ms']:.2f}", f"{c['p95_ms']:.2f}", f"{c['peak_mib']:.0f}", str(c["sha256"])[:12]]
+         for name, c in found["cells"].items()),
+    )  # fmt: skip
+    show.line()
+    for name, ratio in found["ratios"].items():
+        show.line(f"{name}: {ratio:.3f}" if isinstance(ratio, float) else f"{name}: {ratio}")
+    show.json(found)
+
+
+@app.command()
+def graph(
+    target: TargetArgument,
+    out: OutOption = Path("graphs"),
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    option: OptionsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Write the graph as traced and after each pass."""
+    show, family, on = _show(json), _family(target, option), _device(device)
+    with _rejections(), show.console.status("tracing and rewriting"):
+        fast = _transformed(family, on, seed)
+    show.json({"family": target, "files": _written(show, fast, out)})
+
+
+# ---------------------------------------------------------------------------------------------- shared steps
+def _verified(show: Show, target: str, device: str, chunks: int, seed: int, options: dict[str, Any]) -> Any:
+    from cadence_fx.verify import verify as run
+
+    with _rejections(), show.console.status("comparing with stock"):
+        result = run(target, device=device, chunks=chunks, seed=seed, options=options, progress=show.step)
+    show.verdict(result)
+    return result
+
+
+def _transformed(family: Family, device: str, seed: int) -> Any:
+    api: Any = cadence_fx
+    return api.transform(family.build_random(device, seed), family.contract())
+
+
+def _written(show: Show, fast: Any, out: Path) -> list[str]:
+    from cadence_fx.dump import write
+
+    with _rejections():
+        files = [str(path) for path in write(fast, out)]
+    show.notes(f"graphs written to {out}", files)
+    return files
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+def _stop(text: str, code: int = USAGE) -> NoReturn:
+    typer.echo(f"cadence-fx: {text}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _rejections() -> Iterator[None]:
+    """Turns the library's errors into one line and exit code 1."""
+    try:
+        yield
+    except CadenceError as error:
+        _stop(str(error), DIFFERENT)
+
+
+def _show(json: str | None) -> Show:
+    """Checks before a long run that the JSON file can be written after it."""
+    if json not in (None, "-") and not Path(str(json)).absolute().parent.is_dir():
+        _stop(f"--json {json}: there is no folder {Path(str(json)).parent}")
+    return Show(json)
+
+
+def _family(target: str, option: list[str] | None) -> Family:
+    here = str(Path.cwd())
+    if ":" in target and here not in sys.path:  # a factory beside the user; `python -m` has it there already
+        sys.path.insert(0, here)
+    try:
+        return load(target, **_options(option))
+    except CadenceError as error:
+        _stop(str(error))
+
+
+def _options(option: list[str] | None) -> dict[str, Any]:
+    """``steps=5`` as a Python value, or as text if it is none."""
+    options: dict[str, Any] = {}
+    for text in option or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            _stop(f"--option {text!r}: write NAME=VALUE")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        _stop(f"--device {name!r}: expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        _stop(f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here")
+    return name

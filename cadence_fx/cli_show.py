@@ -1,0 +1,219 @@
+"""What the command line prints: aligned tables, progress lines and JSON, from plain result objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["Report", "Show", "VerifyResult", "VerifyStep"]
+
+Value = object
+
+
+class VerifyStep(Protocol):
+    """One compared call, as `cadence_fx.verify` hands it to its progress callback."""
+
+    index: int
+    name: str
+    equal_pcm: bool
+    equal_state: bool
+    equal_rng: bool
+    seconds_stock: float
+    seconds_ours: float
+    how: str
+
+
+class VerifyResult(Protocol):
+    """What `cadence_fx.verify.verify` returns."""
+
+    ok: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that ``verify --json`` prints."""
+
+
+class Report(Protocol):
+    """What `cadence_fx.explain.explain` returns."""
+
+    @property
+    def regions(self) -> Sequence[Any]:
+        """One row a region."""
+
+    @property
+    def rewrites(self) -> Sequence[Any]:
+        """What was rewritten; ``str`` of each is its line."""
+
+    @property
+    def rejections(self) -> Sequence[Any]:
+        """What was left alone and why; ``str`` of each is its line."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that ``explain --json`` prints."""
+
+
+REGION_COLUMNS: Mapping[str, str] = {
+    "region": "region",
+    "clock": "clock",
+    "W": "window",
+    "s": "stride",
+    "K": "width",
+    "verdict": "verdict",
+    "attended": "attended",
+    "envelope": "envelope",
+    "bytes": "bytes",
+    "stock bytes": "reserved_bytes",
+    "rho": "rho",
+    "reason": "reason",
+}
+NUMBERS = frozenset({"W", "s", "K", "attended", "envelope", "bytes", "stock bytes", "rho"})
+
+
+class Show:
+    """Prints for people on standard output, or on standard error when JSON takes standard output.
+
+    Args:
+        json_to: None, "-" for standard output, or a file.
+    """
+
+    def __init__(self, json_to: str | None) -> None:
+        self.json_to = json_to
+        self.console = Console(stderr=json_to == "-", highlight=False, soft_wrap=True)
+
+    def line(self, text: str = "") -> None:
+        self.console.print(escape(text))
+
+    def heading(self, text: str) -> None:
+        self.console.print(f"\n[bold]{escape(text)}[/bold]")
+
+    def json(self, content: object) -> None:
+        """Writes ``content`` where ``--json`` says, or nowhere."""
+        if self.json_to is None:
+            return
+        text = json.dumps(content, indent=2)
+        if self.json_to == "-":
+            print(text)
+        else:
+            Path(self.json_to).write_text(text + "\n", encoding="utf-8")
+
+    # -------------------------------------------------------------------------------------- tables
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A rich table on a terminal that is wide enough, aligned text elsewhere."""
+        cells = [list(row) for row in rows]
+        if self.fits(columns, cells):
+            grid = Table(show_edge=False, pad_edge=False)
+            for column in columns:
+                grid.add_column(escape(column), justify="right" if column in NUMBERS else "left")
+            for row in cells:
+                grid.add_row(*map(escape, row))
+            self.console.print(grid, soft_wrap=False)
+            return
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for row in (list(columns), *cells):
+            aligned = (
+                cell.rjust(width) if column in NUMBERS else cell.ljust(width)
+                for column, cell, width in zip(columns, row, widths, strict=True)
+            )
+            self.line("  ".join(aligned).rstrip())
+
+    def fits(self, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> bool:
+        """True on a terminal that holds the table without breaking a cell."""
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        return self.console.is_terminal and sum(widths) + 3 * len(widths) <= self.console.width
+
+    def regions(self, report: Report) -> None:
+        """The region table; on a terminal too narrow for the reasons, these follow it."""
+        columns = [name for name in REGION_COLUMNS if name != "reason" or any(row.reason for row in report.regions)]
+        cells = [[cell(name, getattr(row, REGION_COLUMNS[name])) for name in columns] for row in report.regions]
+        if columns[-1] != "reason" or not self.console.is_terminal or self.fits(columns, cells):
+            self.table(columns, cells)
+            return
+        self.table(columns[:-1], [row[:-1] for row in cells])
+        for row in report.regions:
+            if row.reason:
+                self.line(f"  {row.region}: {row.reason}")
+
+    def state_bytes(self, report: Report) -> None:
+        """Bytes that stock reserves for state against those that the contract's buffers take."""
+        ours = sum(row.bytes or 0 for row in report.regions)
+        stock = sum(row.reserved_bytes or 0 for row in report.regions)
+        ratio = f", {stock / ours:.2f} times as much" if ours else ""
+        self.line(f"state: {ours:,} bytes in the contract's buffers; stock reserves {stock:,}{ratio}")
+
+    def notes(self, title: str, notes: Sequence[object]) -> None:
+        """A titled list of rewrites or rejections."""
+        self.heading(f"{title}: {len(notes) or 'none'}")
+        for note in notes:
+            self.line(f"  {note}")
+
+    def report(self, report: Report) -> None:
+        """Regions, state bytes, rewrites and rejections."""
+        self.regions(report)
+        self.line()
+        self.state_bytes(report)
+        self.notes("rewrites made", report.rewrites)
+        self.notes("rewrites declined", report.rejections)
+
+    # -------------------------------------------------------------------------------------- verification
+    def step(self, step: VerifyStep) -> None:
+        """One line a call: what is equal, how it was served, and the time of both."""
+        parts = (("pcm", step.equal_pcm), ("state", step.equal_state), ("generator", step.equal_rng))
+        verdicts = "  ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in parts)
+        times = f"stock {step.seconds_stock:.3f} s, ours {step.seconds_ours:.3f} s"
+        style = "green" if step.equal_pcm and step.equal_state and step.equal_rng else "bold red"
+        self.console.print(
+            f"{step.index:>4}  {escape(step.name):<12}  {step.how:<6}  {verdicts}  ({times})", style=style
+        )
+
+    def verdict(self, result: VerifyResult) -> None:
+        """The summary of a verification."""
+        found = result.to_dict()
+        self.line()
+        chunks = f"{found['chunks']} chunks of {found['family']} on {found['device']}, torch {found['torch']}"
+        if result.ok:
+            self.console.print(f"equal to stock in every bit: {escape(chunks)}", style="green")
+        else:
+            self.console.print(f"NOT equal to stock: {escape(chunks)}", style="bold red")
+            self.line(f"first mismatch: {found['first_mismatch']}")
+        if not found["self_agreement"]:
+            self.line("stock does not agree with itself here: its kernels are not deterministic under these flags")
+        eager = found["eager"]
+        reasons = "".join(f"\n  {count} x {reason}" for reason, count in eager.items())
+        self.line(f"replayed {found['replays']}, run as stock {sum(eager.values())}{reasons}")
+
+
+# ------------------------------------------------------------------------------------------ cells
+def cell(column: str, value: Value) -> str:
+    """The text of one value."""
+    match value:
+        case None:
+            return "-"
+        case int() if "bytes" in column:
+            return size(value)
+        case float():
+            return f"{value:.2f}"
+        case list() | tuple():
+            return extents(value)
+    return str(value)
+
+
+def size(count: int) -> str:
+    """Bytes with a binary unit: ``18.0 MiB``."""
+    amount, units = float(count), ["KiB", "MiB", "GiB"]
+    if count < 1024:
+        return f"{count} B"
+    while amount >= 1024 and units:
+        amount, unit = amount / 1024, units.pop(0)
+    return f"{amount:.1f} {unit}"
+
+
+def extents(values: Sequence[object]) -> str:
+    """Up to four extents in full, more by their ends and number."""
+    if len(values) > 4:
+        return f"{values[0]}..{values[-1]} ({len(values)})"
+    return ", ".join(map(str, values)) or "-"

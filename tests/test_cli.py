@@ -1,0 +1,328 @@
+"""The command line against stand-ins for the parts that do the work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import cadence_fx
+from cadence_fx import cli
+from cadence_fx.cli_show import Show, cell, extents, size
+from cadence_fx.errors import ContractError, VerificationError
+
+RunCli = Callable[..., int]
+
+
+# ------------------------------------------------------------------------------------------ stand-ins
+@dataclass
+class Row:
+    family: str = "token2wav"
+    region: str = "solver_kv"
+    clock: str = "mel_frame"
+    window: int | None = 100
+    stride: int | None = 50
+    width: int | None = 3
+    verdict: str = "capture"
+    reason: str = ""
+    attended: tuple[int, ...] = (302, 352, 402)
+    envelope: int = 452
+    bytes: int = 1 << 20
+    reserved_bytes: int = 7 << 19
+    rho: float = 3.5
+
+
+@dataclass
+class FakeReport:
+    regions: list[Row] = field(default_factory=lambda: [Row(), Row(region="text_kv", verdict="exclude", reason="wide")])
+    rewrites: list[str] = field(default_factory=lambda: ["ring_writeback: solver_kv written in place"])
+    rejections: list[str] = field(default_factory=lambda: ["fuse_pointwise: tanh has no exhaustive proof"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"regions": [asdict(row) for row in self.regions]}
+
+
+@dataclass
+class FakeResult:
+    ok: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "family": "token2wav", "device": "cpu", "torch": "2.13.0", "chunks": 2, "bitwise_equal": self.ok,
+            "state_equal": True, "rng_equal": True, "self_agreement": True, "replays": 1,
+            "first_mismatch": None if self.ok else "chunk 1: pcm[0, 17] is 0.5, stock gives 0.25",
+            "eager": {"outside the catalog": 1}, "catalog": ["chunk@302"], "bytes": {"stock": 2, "ours": 1},
+        }  # fmt: skip
+
+
+class Fakes:
+    """Stand-in modules; ``calls`` records what the command line passed on."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Any] = {}
+        self.result = FakeResult()
+        self.error: Exception | None = None
+
+    def verify(
+        self, target: str, *, device: str, chunks: int, seed: int, options: dict[str, Any], progress: Any
+    ) -> Any:
+        self.calls["verify"] = (target, device, chunks, seed, options)
+        if self.error:
+            raise self.error
+        for index in range(2):
+            equal = self.result.ok or index == 0
+            progress(SimpleNamespace(index=index, name="chunk", equal_pcm=equal, equal_state=True, equal_rng=True,
+                                     seconds_stock=2.0, seconds_ours=1.0, how=("stock", "plan")[index]))  # fmt: skip
+        return self.result
+
+    def explain(self, module: nn.Module | None, contract: object) -> FakeReport:
+        self.calls["explain"] = (module, contract)
+        if self.error:
+            raise self.error
+        return FakeReport()
+
+    def bench(self, target: str, **settings: Any) -> Any:
+        self.calls["bench"] = (target, settings)
+        one = {"p50_ms": 58.0, "p95_ms": 59.0, "peak_mib": 10.0, "sha256": "ab" * 32}
+        return SimpleNamespace(to_dict=lambda: {"cells": {"B0": one, "SR": one}, "ratios": {"B0/SR": 1.0}})
+
+    def transform(self, module: nn.Module, contract: object) -> Any:
+        self.calls["transform"] = (module, contract)
+        return SimpleNamespace(report=FakeReport())
+
+    def write(self, fast: object, out: Path) -> list[Path]:
+        self.calls["write"] = out
+        return [out / "00_traced.py", out / "01_ring_writeback.py"]
+
+    def build_random(self, device: str, seed: int, depth: int = 16) -> nn.Module:
+        self.calls["build_random"] = (device, seed, depth)
+        return nn.Identity()
+
+    def contract(self, steps: int = 10) -> str:
+        return f"contract with {steps} steps"
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    fakes = Fakes()
+    modules = {
+        "cadence_fx.verify": ("verify",),
+        "cadence_fx.explain": ("explain",),
+        "cadence_fx.bench": ("bench",),
+        "cadence_fx.dump": ("write",),
+        "cadence_fx.adapters.token2wav": ("build_random", "contract"),
+    }
+    for name, functions in modules.items():
+        module = ModuleType(name)
+        for function in functions:
+            setattr(module, function, getattr(fakes, function))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(cadence_fx, "transform", fakes.transform, raising=False)
+    return fakes
+
+
+@pytest.fixture
+def run() -> RunCli:
+    """Runs the command line in this process and gives its exit code."""
+
+    def run(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as exit:
+            cli.main(list(arguments))
+        assert isinstance(exit.value.code, int)
+        return exit.value.code
+
+    return run
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+# ------------------------------------------------------------------------------------------ verify
+def test_verify_prints_one_line_a_chunk_and_exits_with_0(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    assert run("verify", "token2wav", "--device", "cpu", "--chunks", "2", "--seed", "7", "-o", "steps=5") == 0
+    assert fakes.calls["verify"] == ("token2wav", "cpu", 2, 7, {"steps": 5})
+    printed = capsys.readouterr().out.splitlines()
+    assert " ".join(printed[1].split()) == (
+        "1 chunk plan pcm equal state equal generator equal (stock 2.000 s, ours 1.000 s)"
+    )
+    assert printed[-3:] == [
+        "equal to stock in every bit: 2 chunks of token2wav on cpu, torch 2.13.0",
+        "replayed 1, run as stock 1",
+        "  1 x outside the catalog",
+    ]
+
+
+def test_a_difference_exits_with_1_and_names_the_first_mismatch(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    fakes.result = FakeResult(ok=False)
+    assert run("verify", "token2wav", "--device", "cpu") == 1
+    printed = capsys.readouterr().out
+    assert "pcm DIFFERENT" in printed
+    assert "first mismatch: chunk 1: pcm[0, 17] is 0.5, stock gives 0.25" in printed
+
+
+def test_json_on_standard_output_is_the_only_thing_there(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    assert run("verify", "token2wav", "--device", "cpu", "--json", "-") == 0
+    captured = capsys.readouterr()
+    assert list(json.loads(captured.out)) == [
+        "family", "device", "torch", "chunks", "bitwise_equal", "state_equal", "rng_equal", "self_agreement",
+        "replays", "first_mismatch", "eager", "catalog", "bytes"
+    ]  # fmt: skip
+    assert "generator equal" in captured.err
+
+
+def test_a_difference_still_writes_its_json(fakes: Fakes, run: RunCli, tmp_path: Path) -> None:
+    fakes.result = FakeResult(ok=False)
+    file = tmp_path / "verify.json"
+    assert run("verify", "token2wav", "--device", "cpu", "--json", str(file)) == 1
+    assert json.loads(file.read_text())["bitwise_equal"] is False
+
+
+@pytest.mark.parametrize("error", [ContractError("Region 'kv': dim is 9"), VerificationError("pcm differs")])
+def test_an_error_of_the_library_is_one_line_and_exits_with_1(
+    error: Exception, fakes: Fakes, run: RunCli, capsys: Capture
+) -> None:
+    fakes.error = error
+    assert run("verify", "token2wav", "--device", "cpu") == 1
+    assert capsys.readouterr().err == f"cadence-fx: {error}\n"
+
+
+# ------------------------------------------------------------------------------------------ explain, demo, bench, graph
+def test_explain_needs_no_module_and_prints_aligned_columns(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    assert run("explain", "token2wav", "-o", "steps=5") == 0
+    assert fakes.calls["explain"] == (None, "contract with 5 steps")
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "region clock W s K verdict attended envelope bytes stock bytes rho reason"
+    assert lines[1].split("  ")[-2:] == ["3.5 MiB", "3.50"]
+    assert lines[2].endswith("3.50  wide")
+    assert "state: 2,097,152 bytes in the contract's buffers; stock reserves 7,340,032, 3.50 times as much" in lines
+    assert "  fuse_pointwise: tanh has no exhaustive proof" in lines
+
+
+def test_explain_with_trace_builds_the_module(fakes: Fakes, run: RunCli) -> None:
+    assert run("explain", "token2wav", "--trace", "--device", "cpu", "--seed", "3", "-o", "depth=2") == 0
+    assert fakes.calls["build_random"] == ("cpu", 3, 2)
+    assert isinstance(fakes.calls["explain"][0], nn.Identity)
+
+
+def test_explain_prints_its_json(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    assert run("explain", "token2wav", "--json") == 0
+    row = json.loads(capsys.readouterr().out)["regions"][0]
+    assert {"family", "region", "window", "stride", "width", "verdict", "reason", "attended", "envelope", "bytes",
+            "reserved_bytes", "rho"} <= set(row)  # fmt: skip
+
+
+def test_demo_verifies_token2wav_and_shows_regions_rewrites_and_graphs(
+    fakes: Fakes, run: RunCli, capsys: Capture, tmp_path: Path
+) -> None:
+    assert run("demo", "--device", "cpu", "--out", str(tmp_path), "--json", str(tmp_path / "demo.json")) == 0
+    assert fakes.calls["verify"][0] == "token2wav"
+    printed = capsys.readouterr().out
+    for text in ("generator equal", "solver_kv", "rewrites made: 1", "rewrites declined: 1", "00_traced.py"):
+        assert text in printed
+    assert list(json.loads((tmp_path / "demo.json").read_text())) == ["verify", "explain", "graphs"]
+
+
+def test_demo_with_a_difference_shows_everything_and_exits_with_1(fakes: Fakes, run: RunCli, tmp_path: Path) -> None:
+    fakes.result = FakeResult(ok=False)
+    assert run("demo", "--device", "cpu", "--out", str(tmp_path)) == 1
+    assert fakes.calls["write"] == tmp_path
+
+
+def test_bench_without_a_gpu_says_so(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    assert run("bench", "token2wav", "--device", "cpu") == 2
+    assert capsys.readouterr().err.startswith("cadence-fx: bench needs a CUDA device")
+    assert "bench" not in fakes.calls
+
+
+def test_bench_prints_cells_and_ratios(
+    fakes: Fakes, run: RunCli, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert run("bench", "token2wav", "--device", "cuda", "--json", "-") == 0
+    captured = capsys.readouterr()
+    assert list(json.loads(captured.out)) == ["cells", "ratios"]
+    assert "B0/SR: 1.000" in captured.err
+
+
+def test_graph_writes_into_the_folder_asked_for(fakes: Fakes, run: RunCli, capsys: Capture, tmp_path: Path) -> None:
+    assert run("graph", "token2wav", "--device", "cpu", "--out", str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["files"][0] == str(tmp_path / "00_traced.py")
+    assert fakes.calls["write"] == tmp_path
+
+
+# ------------------------------------------------------------------------------------------ usage
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("verify", "token2wave"), "no family is called 'token2wave' (did you mean 'token2wav'?); expected one of"),
+        (("verify", "token2wav", "-o", "step=5"), "token2wav has no option 'step' (did you mean 'steps'?)"),
+        (("verify", "token2wav", "-o", "5"), "--option '5': write NAME=VALUE"),
+        (("verify", "token2wav", "--device", "gpu"), "--device 'gpu': expected cpu, cuda or cuda:N"),
+        (("verify", "token2wav", "--device", "cuda:99"), "--device cuda:99: torch"),
+        (("verify", "token2wav", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
+        (("verify", "json:no_such"), "json has no 'no_such'"),
+        (("verify", "no_such_module:make"), "needs the module 'no_such_module'"),
+        (("verify",), "Missing argument"),
+        (("verify", "token2wav", "--chunks", "0"), "--chunks"),
+        (("prove", "token2wav"), "No such command"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    arguments: tuple[str, ...], text: str, fakes: Fakes, run: RunCli, capsys: Capture
+) -> None:
+    assert run(*arguments) == 2
+    assert text in capsys.readouterr().err
+    assert not fakes.calls
+
+
+def test_version(run: RunCli, capsys: Capture) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"cadence-fx {cadence_fx.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "completed"),
+    [
+        (["--json"], ["--json", "-"]),
+        (["--json", "--seed", "1"], ["--json", "-", "--seed", "1"]),
+        (["--json", "-"], ["--json", "-"]),
+        (["--json", "out.json", "x"], ["--json", "out.json", "x"]),
+        ([], []),
+    ],
+)
+def test_json_without_a_file_means_standard_output(given: list[str], completed: list[str]) -> None:
+    assert cli.complete_json(given) == completed
+
+
+# ------------------------------------------------------------------------------------------ cells
+def test_cells_read_as_people_write_them() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 3 << 19, 5 << 30)] == ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB"]
+    assert extents((302, 352, 402)) == "302, 352, 402"
+    assert extents(range(2, 57, 2)) == "2..56 (28)"
+    assert [cell("rho", 3.5), cell("W", None), cell("stock bytes", 2048), cell("K", 3)] == ["3.50", "-", "2.0 KiB", "3"]
+
+
+# ------------------------------------------------------------------------------------------ tables
+@pytest.mark.parametrize(
+    ("columns", "ruled", "reason_below"), [(70, False, True), (110, True, True), (130, True, False)]
+)
+def test_no_cell_is_broken_whatever_the_terminal_is_wide(
+    columns: int, ruled: bool, reason_below: bool, capsys: Capture
+) -> None:
+    show = Show(None)
+    show.console = Console(force_terminal=True, width=columns, soft_wrap=True, color_system=None, highlight=False)
+    show.regions(FakeReport([Row(), Row(region="text_kv", verdict="exclude", reason="wider than 8")]))
+    printed = capsys.readouterr().out
+    assert ("━" in printed) == ruled
+    assert ("\n  text_kv: wider than 8\n" in printed) == reason_below
+    assert "302, 352, 402" in printed
+    assert "…" not in printed
