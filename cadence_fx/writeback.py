@@ -1,0 +1,344 @@
+"""One region's share of the ring writeback: where rows lie during a call, what moves at its end, and the nodes that do it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from cadence_fx.effects import base_of
+from cadence_fx.movement import MovementMap
+from cadence_fx.moves import Copy, Fill, Move, Spill, plan_moves
+from cadence_fx.pipeline import RegionLink
+from cadence_fx.segments import Layout, Piece
+from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of
+
+__all__ = ["RegionWriter"]
+
+aten = torch.ops.aten
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class RegionWriter:
+    """Rewrites one region of one graph. Boxes are in coordinates of the region's buffer."""
+
+    def __init__(
+        self, flat: FlatGraph, movement: MovementMap, link: RegionLink, placeholder: fx.Node, staged_above: int
+    ) -> None:
+        self.flat, self.movement, self.link, self.placeholder = flat, movement, link, placeholder
+        self.staged_above = staged_above
+        self.copies: list[tuple[Box, Piece]] = []  # new pieces to copy into the buffer at the end
+        self.moves: list[Move] = []
+        self.staged = False
+        self._roots: dict[str, fx.Node] = {}
+        self._first = next(iter(flat.graph.nodes))
+        # The buffer as it is during the call: live rows, then the rows that are placed beside them.
+        self.image = Layout.whole(None, link.shape)
+        old = self._box(self._full_start(link.old_offset), self._full_size(link.old))
+        if link.old or link.dim is None:
+            self.image = self.image.write(self._view(old), Layout.whole(placeholder, self._full_size(link.old)))
+
+    # ------------------------------------------------------------------------------------------- geometry
+    def _full_start(self, offset: int) -> tuple[int, ...]:
+        return tuple(offset if d == self.link.dim else 0 for d in range(len(self.link.shape)))
+
+    def _full_size(self, extent: int) -> tuple[int, ...]:
+        return tuple(extent if d == self.link.dim else n for d, n in enumerate(self.link.shape))
+
+    @staticmethod
+    def _box(start: tuple[int, ...], size: tuple[int, ...]) -> Box:
+        return start, size
+
+    def _view(self, box: Box) -> Piece:
+        start, size = box
+        return Piece((0,) * len(start), size, None, start, tuple(range(len(start))))
+
+    # ------------------------------------------------------------------------------------------- reads
+    def reads_state(self, node: fx.Node) -> bool:
+        """True if a concatenation holds old rows of this region beside new ones."""
+        sources = self.movement.materialised(node).sources()
+        return self.placeholder in sources and len(sources) > 1
+
+    def place(self, node: fx.Node) -> str | None:
+        """Make a concatenation a view of the buffer, its new rows written beside the live ones; the reason if impossible."""
+        layout = self.movement.materialised(node).merged()
+        old = [p for p in layout.pieces if p.source is self.placeholder]
+        rank = len(layout.shape)
+        if len({p.axes for p in old}) != 1 or None in [self.link.dim]:
+            return "its old rows come from different dimensions of the region"
+        axes = old[0].axes
+        walked = [a for a in axes if a is not None]
+        if sorted(walked) != [d for d in range(rank) if layout.shape[d] != 1 or d in walked]:
+            return "it has dimensions that the region lacks"
+        # One map from the concatenation to the buffer must fit all old pieces.
+        shifts = {
+            tuple(o + (self.link.old_offset if s == self.link.dim else 0) - (0 if a is None else p.start[a])
+                  for s, (o, a) in enumerate(zip(p.origin, axes, strict=True)))
+            for p in old
+        }  # fmt: skip
+        if len(shifts) != 1:
+            return "its old rows are not adjacent in the region"
+        origin = shifts.pop()
+        size = tuple(1 if a is None else layout.shape[a] for a in axes)
+        if any(o < 0 or o + n > limit for o, n, limit in zip(origin, size, self.link.shape, strict=True)):
+            return f"it needs rows {origin} to {tuple(o + n for o, n in zip(origin, size, strict=True))} of {self.link.shape}"
+        view = Piece((0,) * rank, layout.shape, None, origin, axes)
+        held = self.image.read(view)
+        for piece in layout.pieces:
+            if piece.source is self.placeholder:
+                continue
+            clash = [q for q in held.pieces if q.source is not None and _overlap(q, piece)]
+            if clash:
+                return "its new rows would overwrite live ones"
+        self._emit_place(node, layout, view)
+        return None
+
+    def _emit_place(self, node: fx.Node, layout: Layout, view: Piece) -> None:
+        with self.flat.graph.inserting_before(node):
+            window = self._emit_view(self._buffer(), view)
+            for piece in layout.pieces:
+                if piece.source is not self.placeholder:
+                    target = self._slices(window, piece.start, piece.size)
+                    self._copy(target, self._emit_piece(piece))
+        self.image = self.image.write(view, layout)
+        node.replace_all_uses_with(window)
+
+    # ------------------------------------------------------------------------------------------- writes
+    def write_back(self, result: fx.Node) -> tuple[str, str | None]:
+        """Plan how the buffer comes to hold the new state; what was planned, and why not as movement if not."""
+        layout, refusal = self._result_layout(result)
+        stays, target = self._resting(layout), Layout.whole(None, self.link.shape)
+        del target
+        by_source: dict[Any, list[Piece]] = {}
+        for held in self.image.pieces:
+            if held.source is not None:
+                by_source.setdefault(held.source, []).append(held)
+        moved = list[Piece]()
+        new = list[Piece]()
+        for piece in stays.pieces:
+            found = _located(piece, by_source.get(piece.source, []))
+            if found is None:
+                new.append(piece)
+            else:
+                moved += found
+        # Pieces that come from the buffer itself merge across steps, blocks and halves into a few boxes.
+        boxes = Layout(self.link.shape, tuple(moved)).merged().pieces
+        self.moves = [Move(p.start, _origin(p, self.link.shape), p.size) for p in boxes]
+        self.copies = [((p.start, p.size), p) for p in new]
+        self.staged = len(new) > self.staged_above and not self.moves
+        kept = sum(prod(m.size) for m in self.moves if m.dst == m.src)
+        total = prod(self._full_size(self.link.new))
+        steps = [s for s in plan_moves(self.moves)]
+        summary = (
+            f"{100 * kept // max(total, 1)} % of the new state already lies in place, {len(steps)} block copies inside the region, "
+            f"{len(new)} copies of new elements{' through staging' if self.staged else ''}"
+        )
+        return summary, refusal
+
+    def _result_layout(self, result: fx.Node) -> tuple[Layout, str | None]:
+        layout = self.movement.content(result).merged()
+        whole = Layout.whole(result, layout.shape)
+        for source in layout.sources():
+            assert isinstance(source, fx.Node)
+            if source.op == "get_attr" or source in self.movement.broken or base_of(source) in self.movement.broken:
+                write = self.movement.broken.get(source) or self.movement.broken.get(base_of(source))
+                return whole, f"{source} holds content that no traced copy put there" + (f" (written by {write})" if write else "")
+            if source is not self.placeholder and base_of(source) in self.movement.untracked and source.op == "call_function":
+                if base_of(source) is source and _is_fresh(source):
+                    continue
+                return whole, f"{source} is written in place after it was copied from"
+        return layout, None
+
+    def _resting(self, layout: Layout) -> Layout:
+        """The new state as pieces in buffer coordinates."""
+        dim, offset = self.link.dim, self.link.new_offset
+        pieces = [
+            Piece(tuple(s + offset if d == dim else s for d, s in enumerate(p.start)), p.size, p.source, p.origin, p.axes)
+            for p in layout.pieces
+        ]
+        return Layout(layout.shape, tuple(pieces))
+
+    def commit(self) -> None:
+        """Emit staging where sources arise, then moves and copies before the output."""
+        graph, output = self.flat.graph, self.flat.output
+        stage: fx.Node | None = None
+        if self.staged:
+            stage = self._attribute(f"stage_{self.link.name}")
+            for (start, size), piece in self.copies:
+                source = piece.source
+                assert isinstance(source, fx.Node)
+                with graph.inserting_after(_last_of(source)):
+                    pass
+                anchor = _last_of(source).next
+                with graph.inserting_before(anchor):
+                    self._copy(self._slices(stage, start, size), self._emit_piece(piece))
+        with graph.inserting_before(output):
+            buffer = self._buffer()
+            spills: dict[int, fx.Node] = {}
+            for step in plan_moves(self.moves):
+                if isinstance(step, Copy):
+                    self._copy(self._slices(buffer, step.dst, step.size), self._slices(buffer, step.src, step.size))
+                elif isinstance(step, Spill):
+                    spills[step.slot] = self._call(aten.clone.default, self._slices(buffer, step.src, step.size))
+                elif isinstance(step, Fill):
+                    self._copy(self._slices(buffer, step.dst, step.size), spills[step.slot])
+            if stage is not None:
+                self._copy(buffer, stage)
+            else:
+                for (start, size), piece in self.copies:
+                    self._copy(self._slices(buffer, start, size), self._emit_piece(piece))
+
+    def replace_input(self) -> None:
+        """Readers of the state argument read the live rows of the buffer instead."""
+        with self.flat.graph.inserting_before(self._first):
+            buffer = self._buffer()
+        with self.flat.graph.inserting_after(buffer):
+            live = self._live_view(buffer)
+        self.placeholder.replace_all_uses_with(live, delete_user_cb=lambda user: user is not live)
+        self.flat.graph.erase_node(self.placeholder)
+
+    def _live_view(self, buffer: fx.Node) -> fx.Node:
+        dim = self.link.dim
+        if dim is None:
+            return buffer
+        return self._call(aten.slice.Tensor, buffer, dim, self.link.old_offset, self.link.old_offset + self.link.old)
+
+    # ------------------------------------------------------------------------------------------- emission
+    def _buffer(self) -> fx.Node:
+        return self._attribute(self.link.buffer)
+
+    def _attribute(self, name: str) -> fx.Node:
+        if name not in self._roots:
+            with self.flat.graph.inserting_before(self._first):
+                node = self.flat.graph.create_node("get_attr", name)
+            meta = meta_of(self.placeholder)
+            assert meta is not None
+            node.meta["val"] = TensorMeta(self.link.shape, _contiguous(self.link.shape), meta.dtype, meta.device)
+            node.meta["region"] = self.link.name
+            self.flat.attributes[name] = name
+            self._roots[name] = node
+        return self._roots[name]
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.flat.graph.call_function(target, args)
+        meta = meta_of(args[0])
+        assert meta is not None
+        node.meta["val"] = _view_meta(target, meta, args[1:])
+        node.meta["region"] = self.link.name
+        return node
+
+    def _copy(self, target: fx.Node, source: fx.Node) -> None:
+        self._call(aten.copy_.default, target, source)
+
+    def _slices(self, node: fx.Node, start: tuple[int, ...], size: tuple[int, ...]) -> fx.Node:
+        meta = meta_of(node)
+        assert meta is not None
+        for dim, (lo, n, limit) in enumerate(zip(start, size, meta.shape, strict=True)):
+            if (lo, n) != (0, limit):
+                node = self._call(aten.slice.Tensor, node, dim, lo, lo + n)
+        return node
+
+    def _emit_view(self, node: fx.Node, view: Piece) -> fx.Node:
+        """A view of the buffer with the dimensions of ``view``."""
+        size = tuple(1 if a is None else view.size[a] for a in view.axes)
+        node = self._slices(node, view.origin, size)
+        return self._arrange(node, view.axes, len(view.size))
+
+    def _emit_piece(self, piece: Piece) -> fx.Node:
+        """The box of a source that a piece holds, in the order of the tensor's dimensions."""
+        source = piece.source
+        assert isinstance(source, fx.Node)
+        size = tuple(1 if a is None else piece.size[a] for a in piece.axes)
+        node = self._arrange(self._slices(source, piece.origin, size), piece.axes, len(piece.size))
+        meta = meta_of(node)
+        assert meta is not None
+        return node if meta.shape == piece.size else self._call(aten.expand.default, node, list(piece.size))
+
+    def _arrange(self, node: fx.Node, axes: tuple[int | None, ...], rank: int) -> fx.Node:
+        """Drop fixed dimensions, order the others as the tensor has them, add missing ones of size 1."""
+        for dim in reversed([d for d, a in enumerate(axes) if a is None]):
+            node = self._call(aten.select.int, node, dim, 0)
+        walked = [a for a in axes if a is not None]
+        order = sorted(range(len(walked)), key=walked.__getitem__)
+        if order != list(range(len(order))):
+            node = self._call(aten.permute.default, node, order)
+        for dim in range(rank):
+            if dim not in walked:
+                node = self._call(aten.unsqueeze.default, node, dim)
+        return node
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return all(x < y + m and y < x + n for x, n, y, m in zip(a.start, a.size, b.start, b.size, strict=True))
+
+
+def _located(piece: Piece, held: list[Piece]) -> list[Piece] | None:
+    """The piece as parts that lie in the buffer already (source None, origin = where they lie), or None if some do not."""
+    parts = list[Piece]()
+    volume = 0
+    for other in held:
+        if other.axes != piece.axes:
+            continue
+        lo, hi, at = list(piece.start), [s + n for s, n in zip(piece.start, piece.size, strict=True)], list(other.start)
+        for source_dim, axis in enumerate(piece.axes):
+            if axis is None:
+                if piece.origin[source_dim] != other.origin[source_dim]:
+                    break
+                continue
+            # Both walk the source: where does the other's box lie in the piece's coordinates?
+            shift = piece.start[axis] - piece.origin[source_dim] + other.origin[source_dim]
+            first, last = max(lo[axis], shift), min(hi[axis], shift + other.size[axis])
+            if first >= last:
+                break
+            at[axis] = other.start[axis] + first - shift
+            lo[axis], hi[axis] = first, last
+        else:
+            size = tuple(h - s for h, s in zip(hi, lo, strict=True))
+            rank = tuple(range(len(size)))
+            parts.append(Piece(tuple(lo), size, None, tuple(at), rank))
+            volume += prod(size)
+    return parts if volume == prod(piece.size) else None
+
+
+def _origin(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return piece.origin
+
+
+def _last_of(node: fx.Node) -> fx.Node:
+    return node
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """A clone is made after the writes that it sees, so its later use is safe unless it is written itself."""
+    return node.target is aten.clone.default
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _view_meta(target: Any, meta: TensorMeta, args: tuple[Any, ...]) -> TensorMeta:
+    """Metadata of the few view operators that are emitted here."""
+    shape, stride = list(meta.shape), list(meta.stride)
+    if target is aten.slice.Tensor:
+        shape[args[0]] = args[2] - args[1]
+    elif target is aten.select.int:
+        del shape[args[0]], stride[args[0]]
+    elif target is aten.permute.default:
+        shape, stride = [shape[d] for d in args[0]], [stride[d] for d in args[0]]
+    elif target is aten.unsqueeze.default:
+        inner = stride[args[0]] * shape[args[0]] if args[0] < len(shape) else 1
+        shape.insert(args[0], 1)
+        stride.insert(args[0], inner)
+    elif target is aten.expand.default:
+        stride = [s if n == m else 0 for s, n, m in zip(stride, args[0], shape, strict=True)]
+        shape = list(args[0])
+    elif target is aten.clone.default:
+        stride = list(_contiguous(tuple(shape)))
+    return TensorMeta(tuple(shape), tuple(stride), meta.dtype, meta.device)
