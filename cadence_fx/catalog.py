@@ -232,7 +232,8 @@ def predicted_bytes(contract: Contract, aliased: frozenset[str]) -> CaptureBytes
     known = [*(r.name for r in contract.regions), *(i.name for i in contract.inputs)]
     for name in sorted(aliased - set(known)):
         raise ContractError(f"aliased is {name!r}; no region or input has that name{suggest(name, known)}")
-    excluded = tuple(r.name for r in contract.states if r.grows and r not in catalog_regions(contract))
+    derived = {r.name: region_extents(contract, r) for r in contract.regions}
+    excluded = tuple(r.name for r in contract.states if derived[r.name].verdict == "exclude")
     usable = [r for r in contract.regions if r.name not in excluded and r.mutability != "constant"]
     fixed = [r for r in usable if r.name in aliased or isinstance(r.enters, Attr)]
     passed = [r for r in usable if r.mutability == "state" and r not in fixed]
@@ -242,7 +243,7 @@ def predicted_bytes(contract: Contract, aliased: frozenset[str]) -> CaptureBytes
         staged = sum(region_bytes(r, _extent(r, state)) for r in passed)
         staged += sum(_input_bytes(item, call) for item in contract.inputs if item.name not in aliased)
         rows.append(ClassBytes(call.name, state.variant, state.extents, staged))
-    envelopes = ((r.name, region_extents(contract, r).bytes or 0) for r in fixed)
+    envelopes = ((r.name, derived[r.name].bytes) for r in fixed)
     return CaptureBytes(tuple(rows), tuple((name, size) for name, size in envelopes if size), excluded)
 
 

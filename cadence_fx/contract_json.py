@@ -137,8 +137,6 @@ def _decode(hint: Any, value: Any, where: str) -> object:
     origin = get_origin(hint)
     if origin is not None:
         return _decode_generic(origin, get_args(hint), value, where)
-    if hint is Fraction:
-        return _decode_fraction(value, where)
     if hint in (Arg, Result, Attr):
         return _decode_tagged((hint,), value, where)
     if is_dataclass(hint):

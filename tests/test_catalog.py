@@ -214,6 +214,13 @@ def test_state_at_an_attribute_is_at_a_fixed_address_without_being_named():
     assert (found.staged_total, found.frozen) == (0, (("line", 64),))
 
 
+def test_state_of_fixed_shape_beyond_max_bytes_is_excluded_too():
+    regions = (Region("cnn", (5,), enters=Arg("cnn")), Region("big", (500,), enters=Arg("big")))
+    contract = Contract("c", (Clock(FRAME),), regions, calls=(Call("step", {FRAME: 1}, {}),), max_bytes=1000)
+    found = predicted_bytes(contract, frozenset())
+    assert (found.excluded, found.staged_total) == (("big",), 20)
+
+
 def test_scratch_that_shares_memory_freezes_nothing_of_its_own():
     assert "workspace" not in dict(predicted_bytes(full(), frozenset()).frozen)
 

@@ -196,6 +196,12 @@ def test_numbers_that_json_cannot_hold_are_refused_when_writing():
         to_dict(full(scalars=(Scalar(Arg("x"), (float("inf"),)),)))
 
 
+def test_values_without_a_json_form_are_refused_when_writing():
+    odd: Any = (1j,)
+    with refused("contract.scalars[0].per_start[0] is 1j; JSON has no form for complex"):
+        to_dict(full(scalars=(Scalar(Arg("x"), odd),)))
+
+
 def test_a_code_string_stays_a_string():
     contract = full(regions=(solver_kv(enters=Attr("__import__('os').getcwd()")),))
     assert json.loads(to_json(contract))["regions"][0]["enters"] == {"attr": "__import__('os').getcwd()"}
