@@ -170,6 +170,7 @@ class Region:
         reserved: the shape that stock allocates, for the over-reservation; the envelope if left out.
         shares: name of the state region whose memory a scratch region may use.
         value: "alias" if the module may return views of the contract's buffer, "copy" otherwise.
+        anchor: which part of a constant table larger than ``shape`` is ever read: its start or its centre.
     """
 
     name: str
@@ -192,6 +193,7 @@ class Region:
     reserved: tuple[int, ...] | None = None
     shares: str | None = None
     value: Literal["alias", "copy"] = "alias"
+    anchor: Literal["start", "centre"] = "start"
 
     def __post_init__(self) -> None:
         for name in ("shape", "strides", "flush", "fixed_clocks"):
@@ -223,7 +225,7 @@ class Region:
         if not self.name:
             raise ContractError("Region: name is empty; every region needs a name that reports can show")
         for field, choices in (("lifetime", LIFETIMES), ("mutability", MUTABILITIES), ("order", ORDERS),
-                               ("placement", ("device", "host")), ("value", ("alias", "copy"))):  # fmt: skip
+                               ("placement", ("device", "host")), ("value", ("alias", "copy")), ("anchor", ("start", "centre"))):  # fmt: skip
             found = getattr(self, field)
             if found not in choices:
                 self._fail(field, found, f"expected one of {', '.join(choices)}{suggest(str(found), choices)}")

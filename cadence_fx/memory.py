@@ -8,6 +8,7 @@ moves only what does not already lie where it belongs. The live rows stay whole 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,18 @@ class RegionBuffer:
         if rows is None:
             raise AdmissionError(f"region {self.region.name!r} holds no state yet: prime it first")
         return self.tensor.narrow(self.region.dim, self.offset(rows), rows)
+
+    def example(self, extent: int) -> torch.Tensor:
+        """A contiguous tensor of a state's shape over the buffer's own memory: for tracing, which looks at no values.
+
+        A view's strides are no function of its extent, so tracing would fix them; a contiguous tensor's are.
+        """
+        shape = list(self.tensor.shape)
+        if self.region.dim is not None:
+            shape[self.region.dim] = extent
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        # Not a view of the buffer for autograd's books, which tracing reads.
+        return self.tensor.new_empty(0).set_(self.tensor.untyped_storage(), 0, shape, strides)
 
     def fit(self, tensor: torch.Tensor) -> torch.Tensor | str:
         """``tensor`` cut to the demanded sizes of the fixed dimensions, or the reason why it is no state of this region."""
@@ -120,7 +133,7 @@ class Memory:
 
     def __init__(self, contract: Contract, device: torch.device) -> None:
         self.contract, self.device = contract, device
-        extents = region_extents(contract)
+        extents = {region.name: region_extents(contract, region) for region in contract.states}
         self.buffers: dict[str, RegionBuffer] = {
             region.name: RegionBuffer.allocate(region, extents[region.name].envelope, device)
             for region in contract.states
@@ -149,7 +162,7 @@ class Memory:
         """The demanded shape of a scratch region: the envelope of its clock's widest state at the open dimension."""
         if all(size is not None for size in region.shape):
             return tuple(size for size in region.shape if size is not None)
-        envelope = region_extents(self.contract)[region.name].envelope
+        envelope = region_extents(self.contract, region).envelope
         return tuple(envelope if size is None else size for size in region.shape)
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -233,7 +233,10 @@ class Tracer:
             hints = [tuple(_hint(s) for s in t.shape) for t in need.inputs]
             vary = [{d for d, s in enumerate(t.shape) if not size_expr(s).is_Integer and hints[i][d] > 1}
                     for i, t in enumerate(need.inputs)]  # fmt: skip
-            self.trace_site(need.site, need.inputs, vary)
+            made = self.trace_site(need.site, need.inputs, vary)
+            reason = made.bind(hints, [t.dtype for t in need.inputs])
+            if isinstance(reason, str):  # tracing again would go on for ever
+                raise TraceError(f"boundary {need.site.path!r}: the trace does not cover its own example {hints}: {reason}")
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:

@@ -109,8 +109,7 @@ class RegionWriter:
     def write_back(self, result: fx.Node) -> tuple[str, str | None]:
         """Plan how the buffer comes to hold the new state; what was planned, and why not as movement if not."""
         layout, refusal = self._result_layout(result)
-        stays, target = self._resting(layout), Layout.whole(None, self.link.shape)
-        del target
+        stays = self._resting(layout)
         by_source: dict[Any, list[Piece]] = {}
         for held in self.image.pieces:
             if held.source is not None:
@@ -125,7 +124,7 @@ class RegionWriter:
                 moved += found
         # Pieces that come from the buffer itself merge across steps, blocks and halves into a few boxes.
         boxes = Layout(self.link.shape, tuple(moved)).merged().pieces
-        self.moves = [Move(p.start, _origin(p, self.link.shape), p.size) for p in boxes]
+        self.moves = [Move(p.start, _full_origin(p), p.size) for p in boxes]
         self.copies = [((p.start, p.size), p) for p in new]
         self.staged = len(new) > self.staged_above and not self.moves
         kept = sum(prod(m.size) for m in self.moves if m.dst == m.src)
@@ -169,10 +168,7 @@ class RegionWriter:
             for (start, size), piece in self.copies:
                 source = piece.source
                 assert isinstance(source, fx.Node)
-                with graph.inserting_after(_last_of(source)):
-                    pass
-                anchor = _last_of(source).next
-                with graph.inserting_before(anchor):
+                with graph.inserting_before(source.next):
                     self._copy(self._slices(stage, start, size), self._emit_piece(piece))
         with graph.inserting_before(output):
             buffer = self._buffer()
@@ -276,38 +272,45 @@ def _overlap(a: Piece, b: Piece) -> bool:
 
 def _located(piece: Piece, held: list[Piece]) -> list[Piece] | None:
     """The piece as parts that lie in the buffer already (source None, origin = where they lie), or None if some do not."""
-    parts = list[Piece]()
-    volume = 0
-    for other in held:
-        if other.axes != piece.axes:
-            continue
-        lo, hi, at = list(piece.start), [s + n for s, n in zip(piece.start, piece.size, strict=True)], list(other.start)
-        for source_dim, axis in enumerate(piece.axes):
-            if axis is None:
-                if piece.origin[source_dim] != other.origin[source_dim]:
-                    break
-                continue
-            # Both walk the source: where does the other's box lie in the piece's coordinates?
-            shift = piece.start[axis] - piece.origin[source_dim] + other.origin[source_dim]
-            first, last = max(lo[axis], shift), min(hi[axis], shift + other.size[axis])
-            if first >= last:
-                break
-            at[axis] = other.start[axis] + first - shift
-            lo[axis], hi[axis] = first, last
+    walked = {a for a in piece.axes if a is not None}
+    if any(n != 1 and d not in walked for d, n in enumerate(piece.size)):
+        return None  # broadcast: there is no single place where it lies
+    parts = [part for other in held if (part := _shared(piece, other)) is not None]
+    return parts if sum(prod(part.size) for part in parts) == prod(piece.size) else None
+
+
+def _shared(piece: Piece, other: Piece) -> Piece | None:
+    """The box of ``piece`` whose content ``other``, a piece of the buffer, holds too."""
+    lo, hi = list(piece.start), [s + n for s, n in zip(piece.start, piece.size, strict=True)]
+    at = list(other.start)
+    for source_dim, (mine, theirs) in enumerate(zip(piece.axes, other.axes, strict=True)):
+        o_mine, o_theirs = piece.origin[source_dim], other.origin[source_dim]
+        if mine is None and theirs is None:
+            if o_mine != o_theirs:
+                return None
+        elif mine is None:
+            # One fixed element of the source: where does the other hold it?
+            assert theirs is not None
+            if not 0 <= o_mine - o_theirs < other.size[theirs]:
+                return None
+            at[theirs] = other.start[theirs] + o_mine - o_theirs
         else:
-            size = tuple(h - s for h, s in zip(hi, lo, strict=True))
-            rank = tuple(range(len(size)))
-            parts.append(Piece(tuple(lo), size, None, tuple(at), rank))
-            volume += prod(size)
-    return parts if volume == prod(piece.size) else None
+            if theirs is not None and theirs != mine:
+                return None
+            length = 1 if theirs is None else other.size[theirs]
+            shift = piece.start[mine] - o_mine + o_theirs  # where the other's box lies in the piece's coordinates
+            first, last = max(lo[mine], shift), min(hi[mine], shift + length)
+            if first >= last:
+                return None
+            at[mine] = other.start[mine] + first - shift
+            lo[mine], hi[mine] = first, last
+    size = tuple(h - s for h, s in zip(hi, lo, strict=True))
+    return Piece(tuple(lo), size, None, tuple(at), tuple(range(len(size))))
 
 
-def _origin(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _full_origin(piece: Piece) -> tuple[int, ...]:
+    """Where a merged piece of the buffer comes from. Merging drops axes of size 1, whose origin is then the fixed index."""
     return piece.origin
-
-
-def _last_of(node: fx.Node) -> fx.Node:
-    return node
 
 
 def _is_fresh(node: fx.Node) -> bool:

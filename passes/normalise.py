@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from cadence_fx.changes import Change
+from cadence_fx.effects import base_of
 from cadence_fx.pipeline import PassContext, PassResult
 from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of
 
@@ -83,6 +84,9 @@ def _is_identity(node: fx.Node) -> bool:
     if source is None or result is None:
         return False
     if node.target is aten.contiguous.default:
+        # A state argument looks contiguous to the trace and will be a strided view of its region.
+        if base_of(node.args[0]).op == "placeholder":
+            return False
         return _is_contiguous(source) and len(node.args) == 1 and "memory_format" not in node.kwargs
     if node.target in _SAME_IF_SAME_META:
         same = source.shape == result.shape and source.dtype == result.dtype and source.device == result.device

@@ -1,0 +1,357 @@
+"""From a signature of the catalog to a program: trace (once per regime), specialise, run the passes, build the code."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from cadence_fx.catalog import Signature
+from cadence_fx.changes import Change, Rejection
+from cadence_fx.constants import ConstantPool
+from cadence_fx.contract import Arg, Attr, Contract, Region, Result, Value
+from cadence_fx.effects import base_of
+from cadence_fx.errors import ContractError, TraceError
+from cadence_fx.extents import region_extents, retained
+from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.passes import DEFAULT_PASSES
+from cadence_fx.pipeline import GraphPass, Observer, PassContext, RegionLink, run_passes
+from cadence_fx.places import get_attr, get_path, set_attr
+from cadence_fx.specialise import FlatGraph, meta_of, specialise
+from cadence_fx.trace import Trace, Tracer
+from cadence_fx.twin import make_twin
+
+__all__ = ["Compiler", "Program"]
+
+SYMBOLIC_FROM = 3  # extents; each symbol makes tracing slower, and with few values a trace per value is cheaper
+_OPEN = object()  # an argument whose value the signature has yet to give
+
+
+@dataclass
+class Program:
+    """The rewritten graph of one signature, ready to run on the contract's buffers.
+
+    Attributes:
+        run: tensors of ``inputs`` in order -> the graph's outputs that are no state.
+        inputs: places of the tensor arguments.
+        links: how each state region is touched; extents before and after.
+        out_spec, state_at: structure of the result, and region name -> index among its leaves.
+        depends: attributes that hoisted constants come from.
+        stages: names of the staging buffers that the graph uses.
+    """
+
+    signature: Signature
+    run: Callable[..., Any]
+    module: fx.GraphModule
+    flat: FlatGraph
+    inputs: tuple[Arg, ...]
+    links: tuple[RegionLink, ...]
+    out_spec: pytree.TreeSpec
+    state_at: dict[str, int]
+    changes: tuple[Change, ...]
+    rejections: tuple[Rejection, ...]
+    depends: frozenset[str]
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+
+    def result(self, outputs: Sequence[Any], states: Mapping[str, torch.Tensor]) -> Any:
+        """The module's result from the graph's outputs and the regions' views."""
+        leaves = iter(outputs)
+        by_index = {index: states[name] for name, index in self.state_at.items()}
+        values = [by_index[i] if i in by_index else next(leaves) for i in range(self.out_spec.num_leaves)]
+        return pytree.tree_unflatten(values, self.out_spec)
+
+
+@dataclass
+class Compiler:
+    """Traces and compiles signatures of one module under one contract. The module itself is never touched.
+
+    Args:
+        module: the user's module; twins of it are traced.
+        memory: the contract's buffers: programs read and write them.
+        passes: in order; names in ``skip`` are left out.
+        observer: sees the graph before and after each pass.
+    """
+
+    module: torch.nn.Module
+    contract: Contract
+    memory: Memory
+    passes: Sequence[GraphPass] = DEFAULT_PASSES
+    skip: frozenset[str] = frozenset()
+    observer: Callable[[Signature, str, FlatGraph], None] | None = None
+    constants: ConstantPool = field(default_factory=ConstantPool)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = self.skip - {p.name for p in self.passes}
+        if unknown:
+            raise ContractError(f"skip names no pass: {sorted(unknown)}; passes are {[p.name for p in self.passes]}")
+        self.parameters = inspect.signature(self.module.forward)
+        self.traced = self._tracing_twin()
+        self.tracer = Tracer(self.traced, [b.path for b in self.contract.boundaries])
+        self.traces: dict[tuple[Any, ...], list[Trace]] = {}
+        self.stages: dict[str, torch.Tensor] = {}
+        self.scratch = frozenset(
+            r.enters.path for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
+        )
+        self._template()  # an argument that nobody declares is an error now and not at the first call
+
+    def _tracing_twin(self) -> torch.nn.Module:
+        """A twin with demand-sized scratch and tables, so that tracing needs no more memory than serving."""
+        twin = make_twin(self.module)
+        shrink_tables(twin, self.contract)
+        for region in self.contract.regions:
+            if region.mutability == "scratch" and isinstance(region.enters, Attr):
+                get_attr(twin, region.enters)  # names the path if it is wrong
+                set_attr(twin, region.enters, self.memory.scratch(region))
+        return twin
+
+    # ------------------------------------------------------------------------------------------- arguments
+    def _template(self) -> dict[str, Any]:
+        """Every argument of forward as nested dicts, open where the signature decides."""
+        args: dict[str, Any] = {}
+        for name, parameter in self.parameters.parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            args[name] = _OPEN if parameter.default is parameter.empty else parameter.default
+        places = [r.enters for r in self.contract.states] + [i.place for i in self.contract.inputs]
+        places += [s.place for s in self.contract.scalars] + [p for c in self.contract.calls for p, _ in c.scalars]
+        for place in places:
+            if isinstance(place, Arg):
+                if place.keys[0] not in args:
+                    raise ContractError(f"{place}: forward has no argument {place.keys[0]!r}; it takes {', '.join(args)}")
+                _grow(args, place.keys, _OPEN)
+        missing = [name for name, value in args.items() if value is _OPEN and not any(_root(p) == name for p in places)]
+        if missing:
+            raise ContractError(f"argument {missing[0]!r} of forward is not declared; add an Input, a Region or a Scalar for it")
+        return args
+
+    def arguments(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Example arguments of a signature, and which of their dimensions vary (the same structure)."""
+        args, dynamic = self._template(), self._template()
+        call = self.contract.call(signature.call)
+        for item in self.contract.inputs:
+            sizes = iter(call.sizes.get(item.name, ()))
+            shape = [next(sizes) if size is None else size for size in item.shape]
+            example = torch.zeros(shape, dtype=dtype_of(item.dtype), device=self.memory.device)
+            _grow(args, item.place.keys, example)
+            _grow(dynamic, item.place.keys, {d for d, s in enumerate(item.shape) if s is None and shape[d] > 1})
+        for region in self.contract.states:
+            if isinstance(region.enters, Arg):
+                example = self.memory[region.name].example(self.extent(signature, region))
+                _grow(args, region.enters.keys, example)
+                _grow(dynamic, region.enters.keys, {region.dim} if self.varies(region, example) else set())
+        for place, value in self.scalars(signature):
+            _grow(args, place.keys, value)
+            _grow(dynamic, place.keys, set())
+        # Arguments left at their default are constants of the trace.
+        return args, pytree.tree_map(lambda v: v if isinstance(v, set) else set(), dynamic, is_leaf=lambda v: isinstance(v, set))
+
+    def varies(self, region: Region, example: torch.Tensor) -> bool:
+        """True if the growing dimension becomes a symbol: worth it from three extents on, and tracing fixes sizes 0 and 1."""
+        if not region.grows or region.dim is None or example.shape[region.dim] < 2:
+            return False
+        return sum(extent > 1 for extent in region_extents(self.contract, region).attended_all) >= SYMBOLIC_FROM
+
+    def scalars(self, signature: Signature) -> tuple[tuple[Arg, Value], ...]:
+        """Python arguments that the signature fixes."""
+        variant = signature.state.variant
+        fixed = [(s.place, s.per_start[variant if len(s.per_start) > 1 else 0]) for s in self.contract.scalars]
+        return (*fixed, *self.contract.call(signature.call).scalars)
+
+    def extent(self, signature: Signature, region: Region) -> int:
+        """Extent with which a region enters a call of this signature."""
+        if region.dim is None:
+            return 0
+        found = signature.state.extent(region.name)
+        return found if found is not None else region.starts[0]
+
+    # ------------------------------------------------------------------------------------------- compiling
+    def trace(self, signature: Signature) -> tuple[Trace, list[torch.Tensor]]:
+        """The trace whose regime the signature belongs to (made now if there is none), and example tensors."""
+        args, dynamic = self.arguments(signature)
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
+        known = self.traces.setdefault(self.scalars(signature), [])
+        for trace in known:
+            if isinstance(trace.bind(shapes, dtypes), dict):
+                return trace, tensors
+        start = time.perf_counter()
+        trace = self.tracer.trace(args, dynamic)
+        self.seconds["trace"] = self.seconds.get("trace", 0.0) + time.perf_counter() - start
+        reason = trace.bind(shapes, dtypes)
+        if isinstance(reason, str):
+            raise TraceError(f"{describe(signature)} is not covered by the trace made for it: {reason}")
+        known.append(trace)
+        return trace, tensors
+
+    def flat(self, signature: Signature) -> tuple[FlatGraph, tuple[Arg, ...], Trace]:
+        """The graph before any pass, with the places of its placeholders."""
+        trace, tensors = self.trace(signature)
+        args, _ = self.arguments(signature)
+        keyed, _ = pytree.tree_flatten_with_path(args)
+        places = tuple(Arg(*(_key(k) for k in path)) for path, leaf in keyed if isinstance(leaf, torch.Tensor))
+        names = ["_".join(str(k) for k in place.keys) for place in places]
+        start = time.perf_counter()
+        flat = specialise(self.tracer, trace, [t.shape for t in tensors], [t.dtype for t in tensors], names)
+        self.seconds["specialise"] = self.seconds.get("specialise", 0.0) + time.perf_counter() - start
+        return flat, places, trace
+
+    def links(self, signature: Signature, flat: FlatGraph, places: Sequence[Arg]) -> tuple[RegionLink, ...]:
+        """How each region enters and leaves the graph; extents after the call are the graph's own, checked against retention."""
+        outputs = list(flat.output.args[0])  # type: ignore[arg-type]
+        indices = pytree.tree_unflatten(list(range(len(outputs))), flat.out_spec)
+        links = []
+        for region in self.contract.states:
+            if not isinstance(region.enters, Arg):
+                continue
+            index = get_path(indices, region.leaves) if isinstance(region.leaves, Result) else None
+            buffer = self.memory[region.name]
+            old = self.extent(signature, region)
+            new = old
+            if index is not None:
+                meta = meta_of(outputs[index]) if isinstance(outputs[index], fx.Node) else None
+                if meta is None:
+                    raise ContractError(f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor")
+                new = self._new_extent(signature, region, meta.shape)
+            name = "_".join(str(k) for k in region.enters.keys)
+            links.append(
+                RegionLink(region.name, name, index, f"region_{region.name}", tuple(buffer.tensor.shape), region.dim,
+                           old if region.dim is not None else 0, new if region.dim is not None else 0,
+                           buffer.offset(old) if region.dim is not None else 0,
+                           buffer.offset(new) if region.dim is not None else 0)
+            )  # fmt: skip
+        return tuple(links)
+
+    def _new_extent(self, signature: Signature, region: Region, shape: tuple[int, ...]) -> int:
+        expected = list(self.memory[region.name].view(self.extent(signature, region)).shape)
+        if region.dim is not None:
+            grown = self.contract.advance(region, self.contract.call(signature.call).ticks)
+            variant = signature.state.variant if len(region.starts) > 1 else 0
+            expected[region.dim] = retained(region.retain, self.extent(signature, region) + grown, region.starts[variant])
+        if list(shape) != expected:
+            raise ContractError(
+                f"Region {region.name!r}: after {describe(signature)} the module leaves shape {list(shape)}, the contract says "
+                f"{expected}; mend its retain ({region.retain}), growth ({region.growth}), order or shape"
+            )
+        return shape[region.dim] if region.dim is not None else 0
+
+    def compile(self, signature: Signature) -> Program:
+        """The program of a signature.
+
+        Raises:
+            TraceError: the module cannot be traced for it.
+            ContractError: the trace contradicts the contract.
+        """
+        start = time.perf_counter()
+        flat, places, _ = self.flat(signature)
+        links = self.links(signature, flat, places)
+        before = flat.calls()
+        observer: Observer | None = None
+        if self.observer is not None:
+            watch = self.observer
+            watch(signature, "before", flat.copy())
+            observer = lambda name, _, result: watch(signature, name, result.flat.copy())  # noqa: E731
+        context = PassContext(self.contract, links, self.scratch, self.fetch, self.constants)
+        passes = [p for p in self.passes if p.name not in self.skip]
+        result = run_passes(flat, context, passes, observer, self.seconds)
+        _own_outputs(result.flat)
+        module = self.build(result.flat)
+        names = {link.input for link in links if f"region_{link.name}" in result.flat.attributes or link.old == 0}
+        kept = {n.name for n in result.flat.graph.nodes if n.op == "placeholder"}
+        del names
+        inputs = tuple(p for p in places if "_".join(str(k) for k in p.keys) in kept)
+        depends = frozenset().union(*(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants))
+        return Program(
+            signature, module.forward, module, result.flat, inputs, links, flat.out_spec,
+            {link.name: link.output for link in links if link.output is not None}, result.changes, result.rejections,
+            depends, before, result.flat.calls(), time.perf_counter() - start,
+        )  # fmt: skip
+
+    def fetch(self, flat: FlatGraph, target: str) -> torch.Tensor:
+        """The tensor behind a get_attr node: a lifted or hoisted constant, a region's buffer, or the module's own attribute."""
+        if target in flat.constants:
+            return flat.constants[target]
+        if target.startswith("region_") and target[len("region_") :] in self.memory.buffers:
+            return self.memory[target[len("region_") :]].tensor
+        if target.startswith("stage_") and target[len("stage_") :] in self.memory.buffers:
+            return self.stages.setdefault(target, torch.empty_like(self.memory[target[len("stage_") :]].tensor))
+        value = get_attr(self.traced, flat.attributes[target])
+        assert isinstance(value, torch.Tensor)
+        return value.detach()
+
+    def build(self, flat: FlatGraph) -> fx.GraphModule:
+        """A GraphModule whose attributes are the very tensors of the module and of the contract."""
+        root = {str(n.target): self.fetch(flat, str(n.target)) for n in flat.graph.nodes if n.op == "get_attr"}
+        holder = torch.nn.Module()
+        for name, tensor in root.items():
+            # Plain attributes: GraphModule would register buffers, which state_dict and .to() would then see.
+            object.__setattr__(holder, name, tensor)
+        module = fx.GraphModule(holder, flat.graph)
+        for name, tensor in root.items():
+            module.__dict__[name] = tensor
+        return module.eval()
+
+
+def shrink_tables(module: torch.nn.Module, contract: Contract) -> None:
+    """Cut constant tables of a twin to the part that is ever read."""
+    for region in contract.regions:
+        if region.mutability != "constant" or not isinstance(region.enters, Attr):
+            continue
+        table = get_attr(module, region.enters)
+        for dim, size in enumerate(region.shape):
+            found = table.shape[dim]
+            if size is not None and size < found:
+                first = (found - size) // 2 if region.anchor == "centre" else 0
+                table = table.narrow(dim, first, size)
+        set_attr(module, region.enters, table.clone() if table._is_view() else table)
+
+
+def describe(signature: Signature) -> str:
+    """A signature for people: the call and the extents it starts from."""
+    extents = ", ".join(f"{name}={extent}" for name, extent in signature.state.extents)
+    return f"call {signature.call!r} at {extents}"
+
+
+def _own_outputs(flat: FlatGraph) -> None:
+    """Outputs belong to the caller: one that is a view of a constant or of a region is copied."""
+    outputs = list(flat.output.args[0])  # type: ignore[arg-type]
+    for i, value in enumerate(outputs):
+        if isinstance(value, fx.Node) and base_of(value).op == "get_attr":
+            with flat.graph.inserting_before(flat.output):
+                copy = flat.graph.call_function(torch.ops.aten.clone.default, (value,))
+            copy.meta["val"] = value.meta["val"]
+            outputs[i] = copy
+    flat.output.args = (tuple(outputs),)
+
+
+def _identity(target: str) -> int:
+    prefix, _, number = target.rpartition("_")
+    return int(number) if prefix == "constant" and number.isdigit() else -1
+
+
+def _key(key: Any) -> str | int:
+    found = getattr(key, "key", getattr(key, "idx", None))
+    assert isinstance(found, (str, int))
+    return found
+
+
+def _root(place: Any) -> str:
+    return str(place.keys[0]) if isinstance(place, Arg) else ""
+
+
+def _grow(container: dict[str, Any], keys: tuple[Any, ...], value: Any) -> None:
+    """Set a nested value, making dicts on the way."""
+    for key in keys[:-1]:
+        if not isinstance(operator.getitem(container, key) if key in container else None, dict):
+            container[key] = {}
+        container = container[key]
+    container[keys[-1]] = value
