@@ -254,8 +254,11 @@ def build_random(
         for name, parameter in module.named_parameters():
             parameter.data.copy_(_drawn(name, parameter, generator))
             parameter.requires_grad_(False)
-    hift.conv_post.parametrizations.weight.original0.data.mul_(0.05)  # keeps PCM inside the clamp
-    hift.f0_predictor.classifier.bias.data.fill_(150.0)  # Hz: voiced frames
+    # PCM well inside the vocoder's clamp, pitch on both sides of its voicing threshold of 10 Hz.
+    hift.conv_post.parametrizations.weight.original0.data.mul_(0.002)
+    hift.conv_post.bias.data[:9] -= 4.0
+    hift.f0_predictor.classifier.weight.data.mul_(20.0)
+    hift.f0_predictor.classifier.bias.data.fill_(30.0)
     return Token2WavDecoder(flow, hift, n_timesteps).to(device).eval()
 
 
@@ -321,13 +324,14 @@ def _bare_package() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------- traffic
-def script(declared: Contract, seed: int = 0, chunks: int = 12, device: str | torch.device = "cpu") -> Iterator[Step]:
+def script(decoder: torch.nn.Module, declared: Contract, seed: int = 0, chunks: int = 12) -> Iterator[Step]:
     """Traffic that reaches what is hard: start, steady state, flushes, last chunk, turn reset by clones, rollback, two voices.
 
     Yields:
         Steps for `cadence_fx.verify`: ``chunks`` of them are chunks.
     """
     generator = torch.Generator().manual_seed(seed)
+    device = next(decoder.parameters()).device
     prompts = declared.region("estimator_att_cache").starts
     steady = declared.call("chunk").sizes["tokens"][0]
     shorter = [c.sizes["tokens"][0] for c in declared.calls if c.name.startswith("flush")] or [steady // 2, steady - 4]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,8 @@ class Compiler:
     """Traces and compiles signatures of one module under one contract. The module itself is never touched.
 
     Args:
-        module: the user's module; twins of it are traced.
+        module: the user's module, or a twin of it; a twin of this is traced.
+        parameters: signature of the module's forward.
         memory: the contract's buffers: programs read and write them.
         passes: in order; names in ``skip`` are left out.
         observer: sees the graph before and after each pass.
@@ -84,6 +86,7 @@ class Compiler:
     module: torch.nn.Module
     contract: Contract
     memory: Memory
+    parameters: inspect.Signature | None = None
     passes: Sequence[GraphPass] = DEFAULT_PASSES
     skip: frozenset[str] = frozenset()
     observer: Callable[[Signature, str, FlatGraph], None] | None = None
@@ -94,30 +97,40 @@ class Compiler:
         unknown = self.skip - {p.name for p in self.passes}
         if unknown:
             raise ContractError(f"skip names no pass: {sorted(unknown)}; passes are {[p.name for p in self.passes]}")
-        self.parameters = inspect.signature(self.module.forward)
-        self.traced = self._tracing_twin()
+        if self.parameters is None:
+            self.parameters = inspect.signature(self.module.forward)
+        self.traced = make_twin(self.module, share_parameters=True)
+        shrink_tables(self.traced, self.contract)
+        self._drop_scratch()
         self.tracer = Tracer(self.traced, [b.path for b in self.contract.boundaries])
         self.traces: dict[tuple[Any, ...], list[Trace]] = {}
         self.stages: dict[str, torch.Tensor] = {}
-        self.scratch = frozenset(
-            r.enters.path for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
-        )
+        self.scratch = frozenset(place.path for place, _ in self._scratch_places())
         self._template()  # an argument that nobody declares is an error now and not at the first call
 
-    def _tracing_twin(self) -> torch.nn.Module:
-        """A twin with demand-sized scratch and tables, so that tracing needs no more memory than serving."""
-        twin = make_twin(self.module)
-        shrink_tables(twin, self.contract)
-        for region in self.contract.regions:
-            if region.mutability == "scratch" and isinstance(region.enters, Attr):
-                get_attr(twin, region.enters)  # names the path if it is wrong
-                set_attr(twin, region.enters, self.memory.scratch(region))
-        return twin
+    @contextmanager
+    def _scratch(self) -> Iterator[None]:
+        """Demand-sized scratch for the time of a trace, so that tracing needs no more memory than serving."""
+        for place, region in self._scratch_places():
+            set_attr(self.traced, place, self.memory.scratch(region))
+        try:
+            yield
+        finally:
+            self._drop_scratch()
+
+    def _scratch_places(self) -> list[tuple[Attr, Region]]:
+        return [(r.enters, r) for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)]
+
+    def _drop_scratch(self) -> None:
+        for place, region in self._scratch_places():
+            get_attr(self.traced, place)  # names the path if the module lacks it
+            set_attr(self.traced, place, torch.empty(0, dtype=dtype_of(region.dtype), device=self.memory.device))
 
     # ------------------------------------------------------------------------------------------- arguments
     def _template(self) -> dict[str, Any]:
         """Every argument of forward as nested dicts, open where the signature decides."""
         args: dict[str, Any] = {}
+        assert self.parameters is not None
         for name, parameter in self.parameters.parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
@@ -185,7 +198,8 @@ class Compiler:
             if isinstance(trace.bind(shapes, dtypes), dict):
                 return trace, tensors
         start = time.perf_counter()
-        trace = self.tracer.trace(args, dynamic)
+        with self._scratch():
+            trace = self.tracer.trace(args, dynamic)
         self.seconds["trace"] = self.seconds.get("trace", 0.0) + time.perf_counter() - start
         reason = trace.bind(shapes, dtypes)
         if isinstance(reason, str):
@@ -201,7 +215,8 @@ class Compiler:
         places = tuple(Arg(*(_key(k) for k in path)) for path, leaf in keyed if isinstance(leaf, torch.Tensor))
         names = ["_".join(str(k) for k in place.keys) for place in places]
         start = time.perf_counter()
-        flat = specialise(self.tracer, trace, [t.shape for t in tensors], [t.dtype for t in tensors], names)
+        with self._scratch():
+            flat = specialise(self.tracer, trace, [t.shape for t in tensors], [t.dtype for t in tensors], names)
         self.seconds["specialise"] = self.seconds.get("specialise", 0.0) + time.perf_counter() - start
         return flat, places, trace
 
@@ -265,9 +280,7 @@ class Compiler:
         result = run_passes(flat, context, passes, observer, self.seconds)
         _own_outputs(result.flat)
         module = self.build(result.flat)
-        names = {link.input for link in links if f"region_{link.name}" in result.flat.attributes or link.old == 0}
         kept = {n.name for n in result.flat.graph.nodes if n.op == "placeholder"}
-        del names
         inputs = tuple(p for p in places if "_".join(str(k) for k in p.keys) in kept)
         depends = frozenset().union(*(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants))
         return Program(
@@ -275,6 +288,10 @@ class Compiler:
             {link.name: link.output for link in links if link.output is not None}, result.changes, result.rejections,
             depends, before, result.flat.calls(), time.perf_counter() - start,
         )  # fmt: skip
+
+    def refresh(self) -> None:
+        """Forget what was computed from weights; traces stay, since they hold no values."""
+        self.constants.clear()
 
     def fetch(self, flat: FlatGraph, target: str) -> torch.Tensor:
         """The tensor behind a get_attr node: a lifted or hoisted constant, a region's buffer, or the module's own attribute."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from cadence_fx.catalog import CaptureBytes, predicted_bytes
+from cadence_fx.changes import Change, Rejection
 from cadence_fx.contract import Contract
 from cadence_fx.errors import ContractError
 from cadence_fx.extents import all_extents
 from cadence_fx.report import Report
 
-__all__ = ["explain"]
+if TYPE_CHECKING:
+    from cadence_fx.module import CadenceModule
+
+__all__ = ["explain", "report_of"]
 
 
 def explain(module: object | None, contract: Contract) -> Report:
@@ -49,4 +56,29 @@ def explain(module: object | None, contract: Contract) -> Report:
         reserved_bytes=sum(r.reserved_bytes or 0 for r in owned if r.bytes is not None),
         predicted_bytes=captures,
         notes=tuple(notes),
+    )
+
+
+def report_of(fast: CadenceModule) -> Report:
+    """The contract's report, and what was done to the module: rewrites, rejections, programs, seconds."""
+    changes: dict[tuple[str, str, str, str, str], int] = {}
+    rejections: dict[Rejection, None] = {}
+    classes = []
+    for signature, program in fast.programs.items():
+        for change in program.changes:
+            key = (change.pass_name, change.what, change.where, change.why, change.source)
+            changes[key] = max(changes.get(key, 0), change.count)
+        rejections.update(dict.fromkeys(program.rejections))
+        classes.append(
+            {
+                "call": signature.call, "variant": signature.state.variant, "extents": dict(signature.state.extents),
+                "operators_before": program.nodes_before, "operators_after": program.nodes_after,
+                "seconds": round(program.seconds, 3),
+            }  # fmt: skip
+        )
+    return replace(
+        explain(None, fast.contract),
+        rewrites=tuple(Change(*key, count=count) for key, count in changes.items()),
+        rejections=tuple(rejections),
+        classes=tuple(classes),
     )

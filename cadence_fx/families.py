@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from cadence_fx.contract import Contract, suggest
 from cadence_fx.errors import CadenceError
+from cadence_fx.traffic import SessionMemory, Step, clone_tree
 
 __all__ = ["FAMILIES", "Family", "load"]
 
@@ -41,7 +43,7 @@ class Family(Protocol):
     def contract(self, **options: Any) -> Contract:
         """The declaration of that module."""
 
-    def script(self, decoder: nn.Module, contract: Contract, seed: int) -> Iterable[Any]:
+    def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """Traffic: the steps of a stream that passes through all that the contract declares."""
 
 
@@ -86,8 +88,8 @@ class _Adapter:
         contract: Contract = declare(**{**_accepted(declare, self.options, other=build), **options})
         return contract
 
-    def script(self, decoder: nn.Module, contract: Contract, seed: int) -> Iterable[Any]:
-        steps: Iterable[Any] = self.source.script(decoder, contract, seed)
+    def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
+        steps: Iterable[Step] = self.source.script(decoder, contract, seed, chunks)
         return steps
 
 
@@ -108,8 +110,20 @@ class _Factory:
     def contract(self, **options: Any) -> Contract:
         return self._declaration(options)[0]
 
-    def script(self, decoder: nn.Module, contract: Contract, seed: int) -> Iterable[Any]:
-        yield from self._declaration({})[1]
+    def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
+        """The example inputs as steps: keyword arguments of each call, the first with the state that all start from."""
+        state_name = SessionMemory.of(contract).argument
+        for i, given in enumerate(self._declaration({})[1]):
+            if i >= chunks:
+                return
+            if isinstance(given, Step):
+                yield given
+                continue
+            inputs = dict(given)
+            if state_name in inputs:
+                start = inputs.pop(state_name)
+                yield Step("start", partial(_start, start))
+            yield Step("call", partial(_call, inputs), is_chunk=True)
 
     def _declaration(self, options: Mapping[str, Any]) -> tuple[Contract, Any]:
         if options or self._declared is None:
@@ -125,6 +139,14 @@ class _Factory:
             case (nn.Module() as module, Contract() as contract, inputs):
                 return module, contract, inputs
         raise CadenceError(f"{self.name} returned {_shape(made)}; a factory returns (module, contract, example_inputs)")
+
+
+def _start(state: Any, decoder: nn.Module, memory: SessionMemory) -> None:
+    memory.start(clone_tree(state))
+
+
+def _call(inputs: dict[str, Any], decoder: nn.Module, memory: SessionMemory) -> Any:
+    return memory.call(decoder, **inputs)
 
 
 def _factory(target: str, options: Mapping[str, Any]) -> Family:

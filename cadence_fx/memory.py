@@ -37,12 +37,14 @@ class RegionBuffer:
     Attributes:
         tensor: contiguous, ``region.shape`` with the envelope at the growing dimension.
         extent: elements of the growing dimension that are live; None before the first state is there.
+        epoch: counts changes of the content; a view handed out in an earlier epoch shows something else now.
     """
 
     region: Region
     envelope: int
     tensor: torch.Tensor
     extent: int | None = None
+    epoch: int = 0
 
     @classmethod
     def allocate(cls, region: Region, envelope: int, device: torch.device) -> RegionBuffer:
@@ -112,6 +114,7 @@ class RegionBuffer:
         elif tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
             self._shift(tensor, extent)
         self.extent = extent
+        self.epoch += 1
 
     def _shift(self, tensor: torch.Tensor, extent: int) -> None:
         """Move rows inside the buffer; a copy between overlapping views is undefined, so it goes in blocks."""
@@ -138,7 +141,35 @@ class Memory:
             region.name: RegionBuffer.allocate(region, extents[region.name].envelope, device)
             for region in contract.states
         }
-        self.epoch = 0
+        self.live = False  # True once a state has been handed out
+
+
+    def hand_out(self) -> dict[str, torch.Tensor]:
+        """Views of the live state for the caller, marked with the epoch in which their content is true."""
+        self.live = True
+        views: dict[str, torch.Tensor] = {}
+        for name, buffer in self.buffers.items():
+            buffer.epoch += 1
+            view = buffer.view() if buffer.region.value == "alias" else buffer.view().clone()
+            view._cadence_epoch = buffer.epoch  # type: ignore[attr-defined]
+            views[name] = view
+        return views
+
+    def require_current(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that shows a region's memory but not its live state.
+
+        Raises:
+            AdmissionError: a later call has overwritten what the tensor held.
+        """
+        buffer = self.buffers[name]
+        if tensor.untyped_storage().data_ptr() != buffer.tensor.untyped_storage().data_ptr() or tensor.numel() == 0:
+            return
+        if getattr(tensor, "_cadence_epoch", buffer.epoch) == buffer.epoch and buffer.is_resident(tensor):
+            return
+        raise AdmissionError(
+            f"state {name!r} was handed out by an earlier call and has been overwritten since; pass the newest state, "
+            "or clone a state before the next call to come back to it"
+        )
 
     def __getitem__(self, name: str) -> RegionBuffer:
         return self.buffers[name]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,7 +244,7 @@ class Tracer:
         previous = getattr(_active, "tracer", None)
         _active.tracer = self
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _user_frames():
                 yield
         finally:
             _active.tracer = previous
@@ -296,6 +297,26 @@ class _BoundCall(torch.nn.Module):
         leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.site.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.site.spec)
         return self.function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _user_frames() -> Iterator[None]:
+    """Let nodes record the innermost frames outside torch; by default only frames of functions called 'forward' are kept."""
+    tracer: Any = fx.proxy.TracerBase
+    original = getattr(tracer, "_filter_traceback_frames", None)
+    if original is None:
+        yield
+        return
+
+    def keep(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        user = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+        return traceback.StackSummary.from_list(user[-4:])
+
+    tracer._filter_traceback_frames = keep
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = original
 
 
 def _is_set(value: Any) -> bool:

@@ -18,14 +18,19 @@ M = TypeVar("M", bound=torch.nn.Module)
 _MODULE_DICTS = ("_parameters", "_buffers")
 
 
-def make_twin(module: M) -> M:
+def make_twin(module: M, share_parameters: bool = False) -> M:
     """A structural copy of ``module`` that shares its parameters and tensors.
+
+    With ``share_parameters`` it also sees when a parameter is replaced by another object: it holds the same dicts.
 
     ``copy.deepcopy`` would copy weights and refuses old-style weight norm; this copies structure only. Submodules
     that the original uses twice are used twice by the twin, and bound methods stored as attributes are bound anew.
     """
     memo: dict[int, Any] = {}
     twin = _twin_module(module, memo)
+    if share_parameters:
+        for original in module.modules():
+            memo[id(original)].__dict__["_parameters"] = original._parameters
     return twin
 
 

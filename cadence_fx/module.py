@@ -1,0 +1,333 @@
+"""The module that `cadence_fx.transform` returns: called exactly as the user's, served from contract-owned state.
+
+A call is admitted if its signature is in the catalog, its state is the state that the last call left (or a tensor that can be
+adopted by one copy) and nothing that changes bits has changed. Everything else runs as stock would, on a twin of the module, and
+is counted by reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from cadence_fx.catalog import Signature, signatures
+from cadence_fx.compiler import Compiler, Program, describe
+from cadence_fx.contract import Arg, Contract, Entry
+from cadence_fx.errors import AdmissionError, ContractError
+from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.modes import ambient_modes, changed_modes
+from cadence_fx.places import bind, get_path, set_path
+from cadence_fx.stock import Stock
+from cadence_fx.twin import make_twin
+from cadence_fx.weights import WeightWatch
+
+__all__ = ["CadenceModule", "eager"]
+
+_eager: ContextVar[bool] = ContextVar("cadence_fx_eager", default=False)
+Progress = Callable[[int, int, str], None]
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Within this context every call runs as stock (counted as 'eager()'); state stays where it is."""
+    token = _eager.set(True)
+    try:
+        yield
+    finally:
+        _eager.reset(token)
+
+
+class CadenceModule(torch.nn.Module):
+    """See `cadence_fx.transform`. Parameters, buffers and submodules are those of the fallback twin, `stock`."""
+
+    def __init__(self, module: torch.nn.Module, contract: Contract, device: torch.device, skip: frozenset[str]) -> None:
+        super().__init__()
+        twin = make_twin(module)
+        calls = inspect.signature(module.forward)
+        memory = Memory(contract, device)
+        compiler = Compiler(twin, contract, memory, calls, skip=skip)
+        stock = Stock(twin, contract, memory)
+        # The same dicts as the twin's: state_dict, parameters(), .to() and attribute access see one module.
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = twin.__dict__[name]
+        self.training = module.training
+        hidden = self.__dict__
+        hidden["stock"] = twin
+        hidden["contract"], hidden["compiler"], hidden["memory"] = contract, compiler, memory
+        hidden["_stock"] = stock
+        hidden["_programs"] = dict[Signature, Program]()
+        hidden["_lock"] = threading.RLock()
+        hidden["_counts"], hidden["_reasons"] = Counter[str](), Counter[str]()
+        hidden["_calls"] = calls
+        hidden["_table"] = _SignatureTable(contract, compiler)
+        hidden["_modes"] = ambient_modes(memory.device.type)
+        hidden["_weights"] = WeightWatch(twin)
+        hidden["_sealed"], hidden["_strict"] = False, False
+        for entry in contract.entries:
+            hidden[entry.method] = functools.partial(self._entry, entry)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["stock"], name)
+
+    # ------------------------------------------------------------------------------------------- calls
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._counts["calls"] += 1
+            bound = bind(self._calls, args, kwargs)
+            found = self._admit(bound)
+            if isinstance(found, str):
+                return self._as_stock(bound, found)
+            program, state = found
+            return self._run(program, bound, state)
+
+    def _admit(self, bound: dict[str, Any]) -> tuple[Program, dict[str, torch.Tensor]] | str:
+        """The program for a call and its state tensors, or the reason why it runs as stock. Nothing is written."""
+        state = self._state(bound)
+        if _eager.get():
+            return "eager()"
+        if self.training:
+            return "training mode"
+        if isinstance(state, str):
+            return state
+        signature = self._table.lookup(bound, state)
+        if isinstance(signature, str):
+            return signature
+        modes = ambient_modes(self.memory.device.type)
+        if modes != self._modes:
+            return f"mode changed: {changed_modes(self._modes, modes)}"
+        edited = self._weights.edited()
+        if edited:
+            self._outdated(edited)
+        program = self._programs.get(signature)
+        if program is None:
+            if self._sealed:
+                return "not compiled before seal()"
+            program = self._compile(signature)
+        return program, state
+
+    def _state(self, bound: dict[str, Any]) -> dict[str, torch.Tensor] | str:
+        """State tensors by region, cut to the demanded shape.
+
+        Raises:
+            AdmissionError: a tensor's memory is a region's, but its content is gone.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for region in self.contract.states:
+            if not isinstance(region.enters, Arg):
+                continue
+            try:
+                tensor = get_path(bound, region.enters)
+            except (KeyError, IndexError, TypeError):
+                return f"no state at {region.enters}"
+            if not isinstance(tensor, torch.Tensor):
+                return f"state {region.name!r} is {type(tensor).__name__}"
+            fitted = self.memory[region.name].fit(tensor)
+            if isinstance(fitted, str):
+                return f"state {region.name!r}: {fitted}"
+            self.memory.require_current(region.name, tensor)
+            tensors[region.name] = fitted
+        return tensors
+
+    def _run(self, program: Program, bound: dict[str, Any], state: dict[str, torch.Tensor]) -> Any:
+        inputs = [get_path(bound, place) for place in program.inputs]
+        self._adopt(state)
+        with torch.no_grad():
+            outputs = program.run(*inputs)
+        for link in program.links:
+            self.memory[link.name].extent = link.new if link.dim is not None else 0
+        self._counts["plan"] += 1
+        return program.result(outputs, self.memory.hand_out())
+
+    def _adopt(self, state: dict[str, torch.Tensor]) -> None:
+        """Bring foreign state into the regions by one copy each; resident state costs nothing."""
+        for name, tensor in state.items():
+            buffer = self.memory[name]
+            if not buffer.is_resident(tensor):
+                buffer.adopt(tensor)
+                self._counts["adopted"] += 1
+
+    def _as_stock(self, bound: dict[str, Any], reason: str) -> Any:
+        if self._strict:
+            raise AdmissionError(f"strict mode: this call would run as stock: {reason}")
+        self._counts["stock"] += 1
+        self._reasons[reason] += 1
+        result = self._stock.run(self.stock.forward, bound)
+        return self._take_over(result, {r.name: r.leaves for r in self.contract.states})
+
+    def _take_over(self, result: Any, leaves: dict[str, Any]) -> Any:
+        """Adopt the state that a stock run returned, if all of it fits, and hand out views instead."""
+        found: dict[str, torch.Tensor] = {}
+        for name, place in leaves.items():
+            if place is None:
+                continue
+            tensor = get_path(result, place)
+            fitted = self.memory[name].fit(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
+            if isinstance(fitted, str):
+                return result  # foreign to the contract: it stays the caller's
+            found[name] = fitted
+        for name, tensor in found.items():
+            self.memory[name].adopt(tensor)
+        for name, view in self.memory.hand_out().items():
+            if leaves.get(name) is not None:
+                result = set_path(result, leaves[name], view)
+        return result
+
+    def _entry(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
+        """Run a method that makes state (the prompt pass) as stock, on the contract's memory, and take its state over."""
+        with self._lock:
+            self._counts[entry.method] += 1
+            result = self._stock.run_entry(entry, args, kwargs)
+            return self._take_over(result, dict(entry.leaves))
+
+    # ------------------------------------------------------------------------------------------- programs
+    def _compile(self, signature: Signature) -> Program:
+        program = self.compiler.compile(signature)
+        self._programs[signature] = program
+        self._counts["compiled"] += 1
+        return program
+
+    def _outdated(self, edited: Sequence[str]) -> None:
+        """Weights were edited: forget the constants and programs that came from them."""
+        self._counts["weights edited"] += 1
+        self.compiler.refresh()
+        self._programs.clear()
+
+    def warmup(self, which: str = "steady", progress: Progress | None = None) -> CadenceModule:
+        """Compile signatures before traffic.
+
+        Args:
+            which: "steady" for the regular cadence, "all" for the whole catalog.
+            progress: called with (done, total, signature) after each.
+        """
+        if which not in ("steady", "all"):
+            raise ContractError(f"warmup: which is {which!r}; expected 'steady' or 'all'")
+        wanted = signatures(self.contract, steady_only=which == "steady")
+        with self._lock:
+            for i, signature in enumerate(wanted):
+                if signature not in self._programs:
+                    self._compile(signature)
+                if progress is not None:
+                    progress(i + 1, len(wanted), describe(signature))
+        return self
+
+    def seal(self, strict: bool = False) -> CadenceModule:
+        """Compile nothing any more; with ``strict``, a call that would run as stock raises AdmissionError instead."""
+        self.__dict__["_sealed"], self.__dict__["_strict"] = True, strict
+        return self
+
+    # ------------------------------------------------------------------------------------------- reports
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: calls, how they ran, stock runs by reason, bytes. Plain values."""
+        with self._lock:
+            counts = {k: self._counts.get(k, 0) for k in ("calls", "replays", "plan", "stock", "adopted", "compiled")}
+            extra = {k: v for k, v in self._counts.items() if k not in counts}
+            return {
+                **counts, **extra, "eager": dict(self._reasons), "programs": len(self._programs),
+                "state_bytes": self.memory.nbytes, "constant_bytes": self.compiler.constants.nbytes(self.parameters()),
+            }  # fmt: skip
+
+    @property
+    def report(self) -> Any:
+        """Frozen account of regions, rewrites, rejections and programs; see `cadence_fx.report.Report`."""
+        from cadence_fx.explain import report_of
+
+        return report_of(self)
+
+    @property
+    def programs(self) -> dict[Signature, Program]:
+        return dict(self._programs)
+
+
+class _SignatureTable:
+    """From the arguments of a call to its signature in the catalog, by integer compares."""
+
+    def __init__(self, contract: Contract, compiler: Compiler) -> None:
+        self.contract = contract
+        self.regions = [r for r in contract.states if isinstance(r.enters, Arg)]
+        self.scalar_places = list(dict.fromkeys(p for s in signatures(contract) for p, _ in compiler.scalars(s)))
+        self.entries: dict[tuple[Any, ...], Signature] = {}
+        for signature in signatures(contract):
+            scalars = dict(compiler.scalars(signature))
+            extents = tuple(compiler.extent(signature, r) for r in self.regions)
+            sizes = contract.call(signature.call).sizes
+            key = (
+                tuple((type(scalars.get(p)).__name__, scalars.get(p)) for p in self.scalar_places),
+                extents,
+                tuple(tuple(sizes.get(i.name, ())) for i in contract.inputs),
+            )
+            self.entries.setdefault(key, signature)
+        self.inputs = [(i.place, i.shape, dtype_of(i.dtype), i.name) for i in contract.inputs]
+        self.device = compiler.memory.device
+
+    def lookup(self, bound: dict[str, Any], state: dict[str, torch.Tensor]) -> Signature | str:
+        """The signature, or the reason why the call has none."""
+        sizes = []
+        for place, shape, dtype, name in self.inputs:
+            tensor = get_path(bound, place)
+            reason = _mismatch(tensor, shape, dtype, self.device)
+            if reason:
+                return f"input {name!r}: {reason}"
+            sizes.append(tuple(n for n, s in zip(tensor.shape, shape, strict=True) if s is None))
+        scalars = tuple((type(v).__name__, v) for v in (get_path(bound, p) for p in self.scalar_places))
+        extents = tuple(0 if r.dim is None else state[r.name].shape[r.dim] for r in self.regions)
+        found = self.entries.get((scalars, extents, tuple(sizes)))
+        if found is not None:
+            return found
+        return "signature not in the catalog"
+
+
+def _mismatch(tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is a {type(tensor).__name__}"
+    if tensor.dtype != dtype:
+        return f"dtype is {tensor.dtype}, declared {dtype}"
+    if tensor.device != device:
+        return f"device is {tensor.device}, declared {device}"
+    if tensor.dim() != len(shape) or any(s is not None and s != n for s, n in zip(shape, tensor.shape, strict=True)):
+        return f"shape is {list(tensor.shape)}, declared {list(shape)}"
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return "it requires a gradient"
+    return None
+
+
+def transform(
+    module: torch.nn.Module,
+    contract: Contract,
+    *,
+    skip: Sequence[str] = (),
+    device: torch.device | str | None = None,
+) -> CadenceModule:
+    """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
+
+    The module is not changed: the result shares its weights and holds no reference to its oversized buffers. Signatures of the
+    catalog are traced, rewritten and compiled by `CadenceModule.warmup` or on first use.
+
+    Args:
+        module: in eval mode.
+        contract: its declaration.
+        skip: names of passes to leave out.
+        device: of the state; the parameters' by default.
+
+    Raises:
+        ContractError: the module is in training mode, or lacks something that the contract names.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ContractError(f"transform takes an nn.Module, not a {type(module).__name__}")
+    if module.training:
+        raise ContractError(f"{type(module).__name__} is in training mode; call .eval() first")
+    for entry in contract.entries:
+        if not callable(getattr(module, entry.method, None)):
+            raise ContractError(f"entry {entry.method!r}: {type(module).__name__} has no such method")
+    where = torch.device(device) if device is not None else next((p.device for p in module.parameters()), torch.device("cpu"))
+    return CadenceModule(module, contract, where, frozenset(skip))

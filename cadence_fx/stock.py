@@ -1,0 +1,100 @@
+"""The stock fallback: the vendor's code on a twin whose large buffers exist only while it runs.
+
+Whatever is not admitted runs here and gives stock's bits, because it is stock: same weights, same code, scratch buffers
+of the vendor's own sizes made for the call and dropped after it. The prompt pass may use the state's own memory as scratch where
+the contract says that a scratch region shares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cadence_fx.compiler import shrink_tables
+from cadence_fx.contract import Attr, Contract, Entry, Region
+from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.places import get_attr, set_attr
+
+__all__ = ["Stock"]
+
+
+class Stock:
+    """Runs a twin of the module as stock.
+
+    Args:
+        twin: gets its scratch buffers taken away between calls and its tables cut to what is read.
+    """
+
+    def __init__(self, twin: torch.nn.Module, contract: Contract, memory: Memory) -> None:
+        self.twin, self.memory = twin, memory
+        shrink_tables(twin, contract)
+        self.scratch: list[tuple[Attr, Region]] = [
+            (r.enters, r) for r in contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
+        ]
+        for place, _ in self.scratch:
+            get_attr(twin, place)  # names the path if the module lacks it
+        self._drop()
+        self._depth = 0
+        if self.scratch:
+            forward = type(twin).forward.__get__(twin) if "forward" not in twin.__dict__ else twin.forward
+            # Users may call fast.stock(...) themselves.
+            twin.__dict__["forward"] = lambda *args, **kwargs: self._inside(forward, args, kwargs)
+
+    def _drop(self) -> None:
+        for place, region in self.scratch:
+            set_attr(self.twin, place, torch.empty(0, dtype=dtype_of(region.dtype), device=self.memory.device))
+
+    @contextmanager
+    def _buffers(self, demand: bool) -> Iterator[None]:
+        """Scratch for one call: at the vendor's sizes, or at the demanded ones with the state's memory where it may be shared."""
+        for place, region in self.scratch:
+            shape = region.reserved or self.memory.scratch_shape(region)
+            made = self.memory.scratch(region) if demand else torch.zeros(
+                shape, dtype=dtype_of(region.dtype), device=self.memory.device)  # fmt: skip
+            set_attr(self.twin, place, made)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._drop()
+
+    def _inside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._depth:
+            return function(*args, **kwargs)
+        with self._buffers(demand=False):
+            return function(*args, **kwargs)
+
+    def run(self, function: Callable[..., Any], bound: dict[str, Any]) -> Any:
+        """A call with bound arguments, as stock."""
+        return function(**bound)
+
+    def run_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A method of the twin, as stock.
+
+        While no state is live, scratch may share the state's memory, which halves the peak of a first prompt pass. If that
+        fails (a prompt longer than declared does not fit) it runs again on the vendor's own sizes, generators rewound.
+        """
+        method = getattr(self.twin, entry.method)
+        if not self.memory.live:
+            generators = _generator_states(self.memory.device)
+            try:
+                with self._buffers(demand=True):
+                    return method(*args, **kwargs)
+            except (RuntimeError, IndexError, AssertionError):
+                _restore_generators(self.memory.device, generators)
+        with self._buffers(demand=False):
+            return method(*args, **kwargs)
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _restore_generators(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
