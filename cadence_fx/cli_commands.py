@@ -105,7 +105,7 @@ def verify(
 @app.command()
 def demo(
     target: DemoTarget = "token2wav",
-    chunks: ChunksOption = 4,
+    chunks: ChunksOption = 8,
     device: DeviceOption = None,
     seed: SeedOption = 0,
     option: OptionsOption = None,
@@ -113,11 +113,11 @@ def demo(
     json: JsonOption = None,
 ) -> None:
     """Verify a decoder at released sizes, then show what was rewritten, what was declined and why."""
-    show, family, on = _show(json), _family(target, option), _device(device)
+    show, on = _show(json), _device(device)
+    _family(target, option)
     show.heading(f"{target} on {on}: stock and rewritten, side by side")
     result = _verified(show, target, on, chunks, seed, _options(option))
-    with _rejections(), show.console.status("tracing and rewriting"):
-        fast = _transformed(family, on, seed)
+    fast = result.module
     report: Report = fast.report
     show.heading("regions")
     show.report(report)
@@ -185,8 +185,7 @@ def _verified(show: Show, target: str, device: str, chunks: int, seed: int, opti
 
 
 def _transformed(family: Family, device: str, seed: int) -> Any:
-    api: Any = cadence_fx
-    return api.transform(family.build_random(device, seed), family.contract())
+    return cadence_fx.transform(family.build_random(device, seed), family.contract())
 
 
 def _written(show: Show, fast: Any, out: Path) -> list[str]:

@@ -184,7 +184,9 @@ class Show:
             self.line("stock does not agree with itself here: its kernels are not deterministic under these flags")
         eager = found["eager"]
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in eager.items())
-        self.line(f"replayed {found['replays']}, run as stock {sum(eager.values())}{reasons}")
+        served = f"replayed {found['replays']}, run from the plan {found['plan']}, run as stock {sum(eager.values())}"
+        self.line(f"{served}{reasons}")
+        self.line(f"one SHA-256 over all chunks: {found['sha256']}")
 
 
 # ------------------------------------------------------------------------------------------ cells

@@ -100,29 +100,30 @@ class Compiler:
         if self.parameters is None:
             self.parameters = inspect.signature(self.module.forward)
         self.traced = make_twin(self.module, share_parameters=True)
-        shrink_tables(self.traced, self.contract)
+        shrink_tables(self.traced, self.contract, self.memory.device)
         self._drop_scratch()
         self.tracer = Tracer(self.traced, [b.path for b in self.contract.boundaries])
         self.traces: dict[tuple[Any, ...], list[Trace]] = {}
         self.stages: dict[str, torch.Tensor] = {}
-        self.scratch = frozenset(place.path for place, _ in self._scratch_places())
+        self.scratch = frozenset(place.path for place, _ in self.scratch_places())
         self._template()  # an argument that nobody declares is an error now and not at the first call
 
     @contextmanager
     def _scratch(self) -> Iterator[None]:
         """Demand-sized scratch for the time of a trace, so that tracing needs no more memory than serving."""
-        for place, region in self._scratch_places():
+        for place, region in self.scratch_places():
             set_attr(self.traced, place, self.memory.scratch(region))
         try:
             yield
         finally:
             self._drop_scratch()
 
-    def _scratch_places(self) -> list[tuple[Attr, Region]]:
+    def scratch_places(self) -> list[tuple[Attr, Region]]:
+        """Vendor buffers that no call reads before writing, and their declarations."""
         return [(r.enters, r) for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)]
 
     def _drop_scratch(self) -> None:
-        for place, region in self._scratch_places():
+        for place, region in self.scratch_places():
             get_attr(self.traced, place)  # names the path if the module lacks it
             set_attr(self.traced, place, torch.empty(0, dtype=dtype_of(region.dtype), device=self.memory.device))
 
@@ -242,7 +243,8 @@ class Compiler:
                 RegionLink(region.name, name, index, f"region_{region.name}", tuple(buffer.tensor.shape), region.dim,
                            old if region.dim is not None else 0, new if region.dim is not None else 0,
                            buffer.offset(old) if region.dim is not None else 0,
-                           buffer.offset(new) if region.dim is not None else 0)
+                           buffer.offset(new) if region.dim is not None else 0,
+                           self.contract.advance(region, self.contract.call(signature.call).ticks), signature.state.variant)
             )  # fmt: skip
         return tuple(links)
 
@@ -318,8 +320,11 @@ class Compiler:
         return module.eval()
 
 
-def shrink_tables(module: torch.nn.Module, contract: Contract) -> None:
-    """Cut constant tables of a twin to the part that is ever read."""
+def shrink_tables(module: torch.nn.Module, contract: Contract, device: torch.device) -> None:
+    """Cut constant tables of a twin to the part that is ever read, and bring them where they are used.
+
+    Vendors keep tables as plain attributes that ``.to()`` misses and move them in their first call.
+    """
     for region in contract.regions:
         if region.mutability != "constant" or not isinstance(region.enters, Attr):
             continue
@@ -329,6 +334,8 @@ def shrink_tables(module: torch.nn.Module, contract: Contract) -> None:
             if size is not None and size < found:
                 first = (found - size) // 2 if region.anchor == "centre" else 0
                 table = table.narrow(dim, first, size)
+        where = torch.device("cpu") if region.placement == "host" else device
+        table = table.to(where)
         set_attr(module, region.enters, table.clone() if table._is_view() else table)
 
 

@@ -25,6 +25,7 @@ from cadence_fx.errors import AdmissionError, ContractError
 from cadence_fx.memory import Memory, dtype_of
 from cadence_fx.modes import ambient_modes, changed_modes
 from cadence_fx.places import bind, get_path, set_path
+from cadence_fx.shadow import ShadowAudit
 from cadence_fx.stock import Stock
 from cadence_fx.twin import make_twin
 from cadence_fx.weights import WeightWatch
@@ -70,7 +71,7 @@ class CadenceModule(torch.nn.Module):
         hidden["_table"] = _SignatureTable(contract, compiler)
         hidden["_modes"] = ambient_modes(memory.device.type)
         hidden["_weights"] = WeightWatch(twin)
-        hidden["_sealed"], hidden["_strict"] = False, False
+        hidden["_sealed"], hidden["_strict"], hidden["_audit"] = False, False, None
         for entry in contract.entries:
             hidden[entry.method] = functools.partial(self._entry, entry)
 
@@ -142,11 +143,16 @@ class CadenceModule(torch.nn.Module):
     def _run(self, program: Program, bound: dict[str, Any], state: dict[str, torch.Tensor]) -> Any:
         inputs = [get_path(bound, place) for place in program.inputs]
         self._adopt(state)
+        audit: ShadowAudit | None = self._audit
+        expected = None if audit is None else audit.expected(program, inputs, state)
         with torch.no_grad():
             outputs = program.run(*inputs)
         for link in program.links:
             self.memory[link.name].extent = link.new if link.dim is not None else 0
         self._counts["plan"] += 1
+        if audit is not None and expected is not None:
+            audit.check(program, expected, self._counts["calls"])
+            self._counts["audited"] += 1
         return program.result(outputs, self.memory.hand_out())
 
     def _adopt(self, state: dict[str, torch.Tensor]) -> None:
@@ -226,6 +232,16 @@ class CadenceModule(torch.nn.Module):
         self.__dict__["_sealed"], self.__dict__["_strict"] = True, strict
         return self
 
+    @contextmanager
+    def shadow(self, raises: bool = True) -> Iterator[ShadowAudit]:
+        """Within this context stock's concatenations run beside every retention and are compared; see `ShadowAudit`."""
+        audit = ShadowAudit(self, raises)
+        self.__dict__["_audit"] = audit
+        try:
+            yield audit
+        finally:
+            self.__dict__["_audit"] = None
+
     # ------------------------------------------------------------------------------------------- reports
     def stats(self) -> dict[str, Any]:
         """Counters since the start: calls, how they ran, stock runs by reason, bytes. Plain values."""
@@ -243,6 +259,19 @@ class CadenceModule(torch.nn.Module):
         from cadence_fx.explain import report_of
 
         return report_of(self)
+
+    def steady_signature(self) -> Signature:
+        """The regular call with the longest state: where a stream spends its life."""
+        return max(signatures(self.contract, steady_only=True), key=lambda s: sum(e for _, e in s.state.extents))
+
+    @property
+    def graphs(self) -> dict[str, torch.fx.GraphModule]:
+        """The steady signature's graph "before" and "after:<pass>" for each pass; compiled anew for this."""
+        from cadence_fx.dump import record
+
+        with self._lock:
+            stages = record(self.compiler, self.steady_signature())
+            return {n if n == "before" else f"after:{n}": self.compiler.build(flat) for n, flat in stages.items()}
 
     @property
     def programs(self) -> dict[Signature, Program]:

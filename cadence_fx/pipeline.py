@@ -41,6 +41,8 @@ class RegionLink:
         dim: growing dimension, or None.
         old, new: extent before and after the call (0 where ``dim`` is None).
         old_offset, new_offset: first live row before and after.
+        grown: elements that the call adds before retention.
+        variant: start variant of the call.
     """
 
     name: str
@@ -53,6 +55,8 @@ class RegionLink:
     new: int
     old_offset: int
     new_offset: int
+    grown: int = 0
+    variant: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 
 from cadence_fx.compiler import shrink_tables
 from cadence_fx.contract import Attr, Contract, Entry, Region
+from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.memory import Memory, dtype_of
 from cadence_fx.places import get_attr, set_attr
 
@@ -30,7 +31,7 @@ class Stock:
 
     def __init__(self, twin: torch.nn.Module, contract: Contract, memory: Memory) -> None:
         self.twin, self.memory = twin, memory
-        shrink_tables(twin, contract)
+        shrink_tables(twin, contract, memory.device)
         self.scratch: list[tuple[Attr, Region]] = [
             (r.enters, r) for r in contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
         ]
@@ -80,21 +81,11 @@ class Stock:
         """
         method = getattr(self.twin, entry.method)
         if not self.memory.live:
-            generators = _generator_states(self.memory.device)
+            generators = generator_states(self.memory.device)
             try:
                 with self._buffers(demand=True):
                     return method(*args, **kwargs)
             except (RuntimeError, IndexError, AssertionError):
-                _restore_generators(self.memory.device, generators)
+                restore_generators(self.memory.device, generators)
         with self._buffers(demand=False):
             return method(*args, **kwargs)
-
-
-def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _restore_generators(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

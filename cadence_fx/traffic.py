@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from cadence_fx.contract import Arg, Contract, Result
+from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.places import get_path, set_path
 
 __all__ = ["SessionMemory", "Step", "clone_tree"]
@@ -52,26 +53,17 @@ class SessionMemory:
         return set_path(out, self.result, None)
 
     def snapshot(self, mark: str) -> None:
-        self.marks[mark] = (clone_tree(self.state), _generator_states())
+        self.marks[mark] = (clone_tree(self.state), generator_states(_device()))
 
     def restore(self, mark: str) -> None:
         """The state as a clone of the mark: another address than before, as servers do it. Generators go back too."""
         state, generators = self.marks[mark]
         self.state = clone_tree(state)
-        _set_generator_states(generators)
+        restore_generators(_device(), generators)
 
 
-def _generator_states() -> list[torch.Tensor]:
-    found = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        found.append(torch.cuda.get_rng_state())
-    return found
-
-
-def _set_generator_states(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cadence_fx.bits import Difference, first_difference
 from cadence_fx.catalog import signatures
 from cadence_fx.contract import Arg, Contract
 from cadence_fx.families import load
+from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.places import get_path
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
@@ -112,16 +113,6 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_generators(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-
-
 def compare(
     stock: torch.nn.Module,
     fast: CadenceModule,
@@ -147,23 +138,23 @@ def compare(
     result = VerifyResult(family or contract.name, str(device), module=fast)
     seen: list[torch.Tensor] = []
     for index, step in enumerate(steps):
-        before = _generators(device)
+        before = generator_states(device)
         if step.is_chunk and again > 0:
             again -= 1
             result.self_agreement &= _agrees_with_itself(stock, theirs, step, before, device)
         expected, seconds_stock = clock(lambda step=step: step.action(stock, theirs))  # type: ignore[misc]
-        after = _generators(device)
+        after = generator_states(device)
         expected, expected_state = clone_tree(expected), _regions(theirs.state, contract)
         # What the vendor returns may be its own buffer: keep what the next call of stock must see.
-        _set_generators(device, before)
+        restore_generators(device, before)
         counted = fast.stats()
         found, seconds_ours = clock(lambda step=step: step.action(fast, ours))  # type: ignore[misc]
         differences = {
             "pcm": first_difference("output", expected, found),
             "state": _state_difference(expected_state, ours.state, contract, fast),
-            "rng": first_difference("generator", after, _generators(device)),
+            "rng": first_difference("generator", after, generator_states(device)),
         }
-        _set_generators(device, after)
+        restore_generators(device, after)
         if step.is_chunk:
             seen += [t.detach().float().cpu() for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
         made = VerifyStep(
@@ -193,11 +184,11 @@ def _agrees_with_itself(
     """Run stock twice from clones of the same state."""
     kept, outputs = clone_tree(memory.state), []
     for _ in range(2):
-        _set_generators(device, before)
+        restore_generators(device, before)
         memory.state = clone_tree(kept)
         outputs.append((clone_tree(step.action(stock, memory)), clone_tree(memory.state)))
     memory.state = clone_tree(kept)
-    _set_generators(device, before)
+    restore_generators(device, before)
     return first_difference("stock", outputs[0], outputs[1]) is None
 
 

@@ -21,6 +21,7 @@ move become ordered, non-overlapping copies (`cadence_fx.moves`); new rows are w
 happens at the end of the graph, so a call that fails half-way has changed nothing.
 
 Requires: one placeholder per state region.
+Raises: ContractError where the trace moves rows in another order than the contract declares.
 Leaves alone, each with a rejection: a concatenation whose readers want contiguous memory (a strided operand may select
 another kernel, with other bits), new rows that do not fit beside the live ones, memory written in a way that is no copy. The state is
 then still kept in the region, by one copy of the value that the graph computes.
@@ -36,6 +37,8 @@ import torch
 from torch import fx
 
 from cadence_fx.changes import Change, Rejection, register
+from cadence_fx.declared import order_mismatch
+from cadence_fx.errors import ContractError
 from cadence_fx.movement import MovementMap
 from cadence_fx.passes.eliminate_dead import live_nodes
 from cadence_fx.pipeline import PassContext, PassResult, RegionLink
@@ -83,6 +86,7 @@ class RingWriteback:
             index = writer.link.output
             if index is None:
                 continue
+            _check_declared(context, writer, movement, results[index])
             summary, refusal = writer.write_back(results[index])  # type: ignore[arg-type]
             changes.append(Change(self.name, "writeback", writer.link.name, summary))
             if refusal is not None:
@@ -99,6 +103,18 @@ class RingWriteback:
         inputs = {link.input for link in context.regions}
         left = [n.name for n in flat.graph.nodes if n.op == "placeholder" and n.name in inputs]
         return f"state still enters through {left}" if left else None
+
+
+def _check_declared(context: PassContext, writer: RegionWriter, movement: MovementMap, result: object) -> None:
+    link = writer.link
+    region = context.contract.region(link.name)
+    if not isinstance(result, fx.Node) or link.dim is None:
+        return
+    layout = movement.content(result).merged()
+    start = region.starts[link.variant if len(region.starts) > 1 else 0]
+    reason = order_mismatch(region, layout, writer.placeholder, link.old, link.grown, start)
+    if reason is not None:
+        raise ContractError(f"Region {region.name!r}: {reason}")
 
 
 def _live(flat: FlatGraph, context: PassContext, movement: MovementMap) -> set[fx.Node]:
