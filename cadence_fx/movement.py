@@ -18,7 +18,7 @@ from cadence_fx.effects import base_of, mutated_bases, written
 from cadence_fx.segments import Layout, LayoutError, NotMovement, Piece
 from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of
 
-__all__ = ["MovementMap"]
+__all__ = ["MovementMap", "view_piece"]
 
 aten = torch.ops.aten
 Op: TypeAlias = Callable[..., Layout | list[Layout]]
@@ -181,6 +181,31 @@ class MovementMap:
         """A copy that casts computes, so it is no movement."""
         a, b = meta_of(target), meta_of(source)
         return a is not None and b is not None and a.dtype == b.dtype and a.device == b.device
+
+
+def view_piece(node: fx.Node, owner: fx.Node) -> Piece | None:
+    """How a view shows its owner, as one box; None if it does not."""
+    chain: list[fx.Node] = []
+    current = node
+    while current is not owner:
+        chain.append(current)
+        parent = current.args[0]
+        if not isinstance(parent, fx.Node) or current.target not in _VIEWS:
+            return None
+        current = parent
+    meta = meta_of(owner)
+    if meta is None:
+        return None
+    layout = Layout.whole(owner, meta.shape)
+    try:
+        for step in reversed(chain):
+            found = _VIEWS[step.target](layout, *step.args[1:], **step.kwargs)
+            if isinstance(found, list):
+                return None
+            layout = found
+    except (NotMovement, LayoutError):
+        return None
+    return layout.view_piece()
 
 
 def _owner(node: fx.Node) -> fx.Node:
