@@ -78,7 +78,7 @@ class _Call:
 
 
 class ExactShapeReplay:
-    """Captures callables for exact signatures and replays them. One lock: calls may come from any thread and stream.
+    """Captures callables for exact signatures and replays them. Calls may come from any thread and any stream.
 
     Args:
         device: of all tensors.
@@ -263,8 +263,7 @@ class ExactShapeReplay:
                 self._broken = f"a replay failed: {error}"
                 raise
             found = static if binding.alias else copies_of(static)
-            self._event = self.backend.record()
-            self._counts["replays"] += 1
+            self._event, self._counts["replays"] = self.backend.record(), self._counts["replays"] + 1
             return found
 
     def _inadmissible(self, binding: Binding, entry: _Entry | None, inputs: Sequence[Any]) -> str | None:
@@ -321,20 +320,15 @@ class ExactShapeReplay:
     def stats(self) -> dict[str, Any]:
         """Counters since the start, as plain values."""
         with self._lock:
-            names = ("captures", "replays", "retired", "predicted_bytes", "measured_bytes")
             return {
-                **{name: self._counts[name] for name in names},
-                "graphs": len(self._entries),
-                "max_graphs": self.max_graphs,
-                "max_bytes": self.max_bytes,
-                "sealed": self._sealed,
-                "broken": self._broken,
-                "refusals": dict(self._refusals),
-                "misses": dict(self._misses),
+                **{k: self._counts[k] for k in ("captures", "replays", "retired", "predicted_bytes", "measured_bytes")},
+                "graphs": len(self._entries), "max_graphs": self.max_graphs, "max_bytes": self.max_bytes,
+                "sealed": self._sealed, "broken": self._broken,
+                "refusals": dict(self._refusals), "misses": dict(self._misses),
                 "failed": {str(key): refusal.to_dict() for key, refusal in self._failed.items()},
                 "seconds": {str(key): entry.binding.seconds for key, entry in self._entries.items()},
                 "bytes": {str(key): entry.binding.measured_bytes for key, entry in self._entries.items()},
-            }
+            }  # fmt: skip
 
 
 def _bury() -> None:

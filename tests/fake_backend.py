@@ -16,8 +16,9 @@ from cadence_fx.staging import writable
 
 
 class FakeGraph:
-    def __init__(self, run: Any, outputs: Any, position: torch.Tensor) -> None:
-        self.run, self.outputs, self.position = run, outputs, position
+    def __init__(self, run: Any, outputs: Any) -> None:
+        self.run, self.outputs = run, outputs
+        self.position: torch.Tensor | None = None
 
 
 class FakeBackend:
@@ -29,7 +30,7 @@ class FakeBackend:
         self.outer = False  # the caller captures
         self.capture_error: BaseException | None = None
         self.flip_on_replay: int | None = None  # number of the replay whose output gets one wrong bit
-        self.frozen = False  # replays draw what the capture drew, and move the generator all the same
+        self.frozen = False  # replays draw what the first one drew, and move the generator all the same
         self.unmoved = False  # replays leave the generator where it was
         self.grows = 100  # bytes that a capture adds to the pool
         self.replays = 0
@@ -62,15 +63,16 @@ class FakeBackend:
             raise self.capture_error
         position = self.position()
         outputs = run()
-        self.set_position(position)
+        self.set_position(position)  # a capture records draws and makes none
         self.reserved += self.grows
-        return FakeGraph(run, outputs, position), outputs
+        return FakeGraph(run, outputs), outputs
 
     def replay(self, graph: FakeGraph, draws: bool) -> None:
         self.log.append("replay")
         self.replays += 1
         before = self.position()
         if self.frozen:
+            graph.position = before if graph.position is None else graph.position
             self.set_position(graph.position)
         fresh = graph.run()
         if self.frozen:
