@@ -1,0 +1,211 @@
+"""What the replay engine needs from a device: capture, replay, generator positions, memory, events.
+
+A `GraphBackend` is small enough to be faked on a CPU, so that every rule of the engine can be tested without a device.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaBackend", "CudaGraphHandle", "GraphBackend", "collector_paused"]
+
+
+class GraphBackend(Protocol):
+    """The device operations that the engine uses. Positions are opaque byte tensors on the host."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Makes the device current."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """True if work of this thread's current stream would be recorded by a capture."""
+        ...
+
+    def new_pool(self) -> Any:
+        """A memory pool that graphs can share."""
+        ...
+
+    def new_stream(self) -> Any: ...
+
+    def run_on(self, stream: Any, run: Callable[[], Any]) -> Any:
+        """Run on a stream, ordered after the current stream's work and before what comes next on it."""
+        ...
+
+    def capture(self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool) -> tuple[Any, Any]:
+        """Capture ``run`` and return the graph with what ``run`` returned.
+
+        A failure is raised after the device works again: no stream captures, no generator is held.
+        """
+        ...
+
+    def replay(self, graph: Any, draws: bool) -> None:
+        """Launch on the current stream. If ``draws``, the device's generator is read and moved as the run would."""
+        ...
+
+    def drop(self, graphs: Sequence[Any]) -> None:
+        """Destroy graphs, after all work on them is done."""
+        ...
+
+    def position(self) -> torch.Tensor: ...
+
+    def set_position(self, position: torch.Tensor) -> None: ...
+
+    def seed(self, value: int) -> None: ...
+
+    def reserved_bytes(self) -> int: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self) -> Any:
+        """An event after all work of the current stream so far."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """The current stream's next work comes after the event."""
+        ...
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic collection within: a finaliser that frees device objects would break a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, eq=False)
+class CudaGraphHandle:
+    """A graph and the generator whose state it was captured with, which is its own and nobody else's."""
+
+    graph: torch.cuda.CUDAGraph
+    generator: torch.Generator
+
+
+class CudaBackend:
+    """CUDA graphs.
+
+    The device's default generator is never registered with a graph. A capture gets a private clone of its state, and a
+    replay copies the position in and out. So a failed capture cannot leave the default generator in capture mode, and a
+    replay serves whatever state the default generator has then, graph-safe exchanges included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._abandoned: list[torch.cuda.CUDAGraph] = []
+        torch.cuda.init()
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.device.index]
+
+    def active(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def run_on(self, stream: Any, run: Callable[[], Any]) -> Any:
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                return run()
+        finally:
+            current.wait_stream(stream)
+
+    def capture(self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool) -> tuple[CudaGraphHandle, Any]:
+        generator = self.generator
+        shared, private = generator.graphsafe_get_state(), generator.clone_state()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        # Memory cached outside the pool is of no use to the graph; torch.cuda.graph does the same.
+        torch.cuda.empty_cache()
+        # A cast that autocast caches while capturing would live in the pool and be handed to eager code later.
+        torch.clear_autocast_cache()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            generator.graphsafe_set_state(private)
+            try:
+                # Other threads may go on: only unsafe calls of this thread end the capture.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                if not draws:
+                    generator.graphsafe_set_state(shared)  # other threads draw undisturbed
+                result = run()
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
+            finally:
+                generator.graphsafe_set_state(shared)
+                torch.clear_autocast_cache()
+        torch.cuda.synchronize(self.device)
+        return CudaGraphHandle(graph, private), result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a broken capture: the stream leaves capture mode, the allocator stops serving from the pool."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        try:
+            # An invalidated capture raises in capture_end before it tells the allocator; else this raises.
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+        except RuntimeError:
+            pass
+        else:
+            torch._C._cuda_releasePool(self.device.index, pool)
+        with suppress(RuntimeError):
+            graph.reset()
+        # The pinned-memory allocator may keep a pointer to a graph whose capture never ended properly.
+        self._abandoned.append(graph)
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self.device)
+
+    def replay(self, graph: CudaGraphHandle, draws: bool) -> None:
+        if not draws:
+            graph.graph.replay()
+            return
+        generator = self.generator
+        graph.generator.set_state(generator.get_state())
+        graph.graph.replay()
+        generator.set_state(graph.generator.get_state())
+
+    def drop(self, graphs: Sequence[CudaGraphHandle]) -> None:
+        torch.cuda.synchronize(self.device)
+        for graph in graphs:
+            graph.graph.reset()
+
+    def position(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_position(self, position: torch.Tensor) -> None:
+        self.generator.set_state(position)
+
+    def seed(self, value: int) -> None:
+        self.generator.manual_seed(value)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def record(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)

@@ -1,0 +1,347 @@
+"""Exact-shape replay: one captured graph per signature, replayed only where it gives stock's bits.
+
+A capture is invisible: a probe on rewound generators, warm-up runs, the capture, a certificate against stock, and then
+state and generators are as before, also when a step fails. A replay is admitted by integer compares and fails closed:
+the caller gets the reason and runs as stock. The engine knows callables and tensors, and nothing of what they compute.
+
+Graphs share one pool and are dropped together: all of them use a library workspace that the first capture allocated.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from cadence_fx import refusal as codes
+from cadence_fx.certify import certify
+from cadence_fx.graph_backend import CudaBackend, GraphBackend, collector_paused
+from cadence_fx.live_state import Generators, StartState
+from cadence_fx.refusal import Refusal
+from cadence_fx.staging import CapturedInput, copies_of, nbytes_of, writable
+
+__all__ = ["Binding", "CudaBackend", "ExactShapeReplay", "GraphBackend", "Refusal"]
+
+# Graphs of engines that were dropped while a capture was active, when nothing may be destroyed.
+_deferred: list[tuple[GraphBackend, list[Any]]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A captured signature. The engine owns the graph; a binding of a retired generation is only a name.
+
+    Attributes:
+        draws: the run moves the device's generator.
+        alias: outputs are the static ones, overwritten by the next replay.
+        any_alignment: stock gives the same bits whatever the inputs' alignment.
+        predicted_bytes, measured_bytes: of static inputs and outputs; of all memory that the binding added.
+        seconds: that the capture took, certificate included.
+    """
+
+    key: Hashable
+    generation: int
+    draws: bool
+    alias: bool
+    any_alignment: bool
+    predicted_bytes: int
+    measured_bytes: int
+    seconds: float
+
+
+@dataclass
+class _Entry:
+    binding: Binding
+    graph: Any
+    inputs: list[CapturedInput]
+    aliased: list[tuple[torch.Tensor, int]]
+    outputs: list[Any]
+    spec: pytree.TreeSpec
+
+
+@dataclass
+class _Call:
+    """What is asked to be captured."""
+
+    run: Callable[..., Any]
+    inputs: Sequence[Any]
+    aliased: Sequence[torch.Tensor]
+    compared: Sequence[torch.Tensor]
+    reference: Callable[..., Any]
+    alias: bool
+
+
+class ExactShapeReplay:
+    """Captures callables for exact signatures and replays them. Calls may come from any thread and any stream.
+
+    Args:
+        device: of all tensors.
+        backend: `CudaBackend` by default.
+        max_graphs: live graphs; more are refused, none is evicted.
+        max_bytes: memory that bindings may add, or None.
+        warmup_runs: before each capture, on a side stream.
+    """
+
+    def __init__(
+        self, device: torch.device | str, *, backend: GraphBackend | None = None, max_graphs: int,
+        max_bytes: int | None = None, warmup_runs: int = 2,
+    ) -> None:  # fmt: skip
+        self.device = torch.device(device)
+        self.backend: GraphBackend = CudaBackend(self.device) if backend is None else backend
+        self.max_graphs, self.max_bytes, self.warmup_runs = max_graphs, max_bytes, warmup_runs
+        self._lock = threading.RLock()
+        self._entries: dict[Hashable, _Entry] = {}
+        self._failed: dict[Hashable, Refusal] = {}
+        self._refusals, self._misses, self._counts = Counter[str](), Counter[str](), Counter[str]()
+        self._pool: Any = None
+        self._stream: Any = None
+        self._warm: Any = None
+        self._event: Any = None
+        self._graphs: list[Any] = []
+        self._generation = 0
+        self._sealed, self._broken = False, ""
+
+    # ------------------------------------------------------------------------------------------- capture
+    def capture(
+        self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Any], *, aliased: Sequence[torch.Tensor] = (),
+        preserve: Sequence[torch.Tensor] = (), reference: Callable[..., Any] | None = None,
+        compared: Sequence[torch.Tensor] | None = None, alias: bool = False,
+    ) -> Binding | Refusal:  # fmt: skip
+        """Capture ``run(*inputs)`` and prove its replay.
+
+        Args:
+            key: names the signature; a key that failed is never tried again, one that is captured is returned.
+            run: reads its arguments and ``aliased``, and nothing else that changes.
+            inputs: an example of its arguments: tensors, or plain values that stay fixed.
+            aliased: buffers at fixed addresses that ``run`` reads or writes in place. Inputs in them are not staged.
+            preserve: those whose content must be as before; others may be left with anything.
+            reference: stock, on the same buffers; ``run`` itself if None.
+            compared: what of the buffers must agree afterwards; all of ``aliased`` if None.
+            alias: replays return the static outputs instead of copies.
+        """
+        with self._lock, self.backend.active(), torch.inference_mode(False), torch.no_grad():
+            known = self._entries.get(key)
+            if known is not None:
+                return known.binding
+            call = _Call(run, inputs, aliased, aliased if compared is None else compared, reference or run, alias)
+            found: Binding | Refusal | None = self._failed.get(key) or self._closed(call)
+            if found is None:
+                _bury()
+                found = self._attempt(key, call, preserve)
+                if isinstance(found, Refusal) and found.code != codes.BYTE_LIMIT:
+                    self._failed[key] = found
+            if isinstance(found, Refusal):
+                self._refusals[found.code] += 1
+            return found
+
+    def _closed(self, call: _Call) -> Refusal | None:
+        """Why nothing can be captured now, whatever it computes."""
+        if self._sealed or self._broken:
+            return Refusal(codes.SEALED, "sealed", self._broken or "seal() was called")
+        if self.backend.is_capturing():
+            return Refusal(codes.ALREADY_CAPTURING, "outer capture", "the caller's own capture records this call")
+        if len(self._graphs) >= self.max_graphs:
+            return Refusal(codes.GRAPH_LIMIT, "graph limit", f"max_graphs={self.max_graphs} graphs are in the pool")
+        for i, value in enumerate(call.inputs):
+            if isinstance(value, torch.Tensor) and value.device.type != self.device.type:
+                return Refusal(codes.HOST_VALUE, "host tensor", f"input {i} is on {value.device}, not on {self.device}")
+        return None
+
+    def _attempt(self, key: Hashable, call: _Call, preserve: Sequence[torch.Tensor]) -> Binding | Refusal:
+        begin = time.perf_counter()
+        self._fence()
+        self.backend.synchronize()
+        generators = Generators(self.backend)
+        state = StartState(call.aliased, preserve)
+        stage = codes.RUN_FAILED, "run failed"
+        try:
+            resident = {t.untyped_storage().data_ptr() for t in call.aliased}
+            held = [CapturedInput(f"input {i}", value, resident) for i, value in enumerate(call.inputs)]
+            predicted = self._rehearse(call, held, state, generators)
+            if isinstance(predicted, Refusal):
+                return predicted
+            stage = codes.CAPTURE_FAILED, "capture failed"
+            entry = self._record(key, call, held, generators.moved["probe"][1], predicted)
+            stage = codes.RUN_FAILED, "run failed"
+            proof = certify(
+                self.backend, lambda *given: self._launch(entry, given), call.reference, call.inputs,
+                [bool(i.staged) for i in held], call.compared, state, generators,
+            )  # fmt: skip
+            if isinstance(proof, Refusal):
+                return proof
+            seconds = time.perf_counter() - begin
+            entry.binding = replace(entry.binding, any_alignment=proof.any_alignment, seconds=seconds)
+            self._entries[key] = entry
+            self._counts["captures"] += 1
+            return entry.binding
+        except Exception as error:  # noqa: BLE001 - whatever a run raises, the key runs as stock from now on
+            return _refusal_of(error, *stage)
+        finally:
+            self._put_back(state, generators)
+
+    def _rehearse(
+        self, call: _Call, held: Sequence[CapturedInput], state: StartState, generators: Generators
+    ) -> int | Refusal:
+        """Run before the capture: the bytes that a binding will hold, or what forbids one."""
+        static = [i.static for i in held]
+        leaves: list[Any] = []
+        for _ in range(2):  # another thread's draw looks like ours, but hardly twice
+            state.start(0)
+            generators.rewind()
+            leaves = pytree.tree_leaves(generators.watch("probe", lambda: call.run(*static)))
+            if not any(generators.moved["probe"]):
+                break
+        if generators.moved["probe"][0]:
+            return Refusal(codes.HOST_RANDOMNESS, "host randomness", "a graph would repeat the values drawn at capture")
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        foreign = next((t.device for t in tensors if t.device.type != self.device.type), None)
+        if foreign is not None:
+            return Refusal(codes.HOST_VALUE, "host tensor", f"an output is on {foreign}, not on {self.device}")
+        predicted = sum(i.staged for i in held) + sum(nbytes_of(t) for t in tensors)
+        used = self._counts["measured_bytes"]
+        if self.max_bytes is not None and used + predicted > self.max_bytes:
+            detail = f"max_bytes={self.max_bytes}, in use {used}, inputs and outputs need {predicted}"
+            return Refusal(codes.BYTE_LIMIT, "byte limit", detail)
+        del leaves, tensors
+        self._warm = self.backend.new_stream() if self._warm is None else self._warm
+        for _ in range(self.warmup_runs):
+            state.start(0)
+            generators.rewind()
+            self.backend.run_on(self._warm, lambda: generators.watch("probe", lambda: call.run(*static)))
+        self.backend.synchronize()
+        return predicted
+
+    def _record(self, key: Hashable, call: _Call, held: list[CapturedInput], draws: bool, predicted: int) -> _Entry:
+        if self._pool is None:
+            # A stream that no warm-up used: library workspaces then come from the pool and live as long as its graphs.
+            self._pool, self._stream = self.backend.new_pool(), self.backend.new_stream()
+        before = self.backend.reserved_bytes()
+        with collector_paused():
+            graph, result = self.backend.capture(
+                lambda: call.run(*[i.static for i in held]), self._pool, self._stream, draws
+            )
+        self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
+        measured = max(0, self.backend.reserved_bytes() - before) + sum(i.staged for i in held)
+        self._counts["measured_bytes"] += measured
+        self._counts["predicted_bytes"] += predicted
+        outputs, spec = pytree.tree_flatten(result)
+        binding = Binding(key, self._generation, draws, call.alias, False, predicted, measured, 0.0)
+        return _Entry(binding, graph, held, [(t, t.data_ptr()) for t in call.aliased], outputs, spec)
+
+    def _put_back(self, state: StartState, generators: Generators) -> None:
+        try:
+            state.put_back()
+            generators.restore()
+            self.backend.synchronize()
+        except RuntimeError as error:
+            self._broken = f"state could not be put back after a capture: {error}"
+            raise
+
+    # ------------------------------------------------------------------------------------------- replay
+    def replay(self, binding: Binding, inputs: Sequence[Any]) -> Any:
+        """Replay a binding on ``inputs``: its outputs, which belong to the caller, or the reason (a str) why not.
+
+        Nothing is written when a reason is returned.
+        """
+        with self._lock, self.backend.active(), torch.no_grad():
+            entry = self._entries.get(binding.key)
+            reason = self._inadmissible(binding, entry, inputs)
+            if reason is not None or entry is None:
+                self._misses[str(reason).partition(":")[0]] += 1
+                return reason
+            _bury()
+            self._fence()
+            try:
+                static = self._launch(entry, inputs)
+            except Exception as error:
+                self._broken = f"a replay failed: {error}"
+                raise
+            found = static if binding.alias else copies_of(static)
+            self._event, self._counts["replays"] = self.backend.record(), self._counts["replays"] + 1
+            return found
+
+    def _inadmissible(self, binding: Binding, entry: _Entry | None, inputs: Sequence[Any]) -> str | None:
+        if self._broken:
+            return f"engine disabled: {self._broken}"
+        if entry is None or binding.generation != self._generation:
+            return "retired"
+        if self.backend.is_capturing():
+            return "outer capture"
+        if len(inputs) != len(entry.inputs):
+            return f"number of inputs: {len(inputs)}, captured with {len(entry.inputs)}"
+        for held, value in zip(entry.inputs, inputs, strict=True):
+            reason = held.mismatch(value, entry.binding.any_alignment)
+            if reason is not None:
+                return reason
+        for i, (tensor, pointer) in enumerate(entry.aliased):
+            if tensor.data_ptr() != pointer:
+                return f"buffer {i} moved"
+        return None
+
+    def _launch(self, entry: _Entry, inputs: Sequence[Any]) -> Any:
+        for held, value in zip(entry.inputs, inputs, strict=True):
+            if held.staged:
+                writable(held.static).copy_(writable(value))
+        self.backend.replay(entry.graph, entry.binding.draws)
+        return pytree.tree_unflatten(entry.outputs, entry.spec)
+
+    def _fence(self) -> None:
+        """Static buffers are free only after the last replay's outputs were copied, on whatever stream that was."""
+        if self._event is not None:
+            self.backend.wait(self._event)
+
+    # ------------------------------------------------------------------------------------------- life
+    def seal(self) -> None:
+        """Capture nothing any more."""
+        self._sealed = True
+
+    def retire(self) -> None:
+        """Drop all graphs, at once; while a capture is active, at the next chance after it. Failed keys stay failed."""
+        with self._lock:
+            if self._graphs:
+                _deferred.append((self.backend, self._graphs))
+            self._counts["retired"] += len(self._graphs)
+            self._counts["predicted_bytes"] = self._counts["measured_bytes"] = 0
+            self._graphs, self._pool, self._stream = [], None, None
+            self._generation += 1
+            self._entries.clear()
+            _bury()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # half-made engines, and modules gone at exit
+            self.retire()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, as plain values."""
+        with self._lock:
+            return {
+                **{k: self._counts[k] for k in ("captures", "replays", "retired", "predicted_bytes", "measured_bytes")},
+                "graphs": len(self._entries), "max_graphs": self.max_graphs, "max_bytes": self.max_bytes,
+                "sealed": self._sealed, "broken": self._broken,
+                "refusals": dict(self._refusals), "misses": dict(self._misses),
+                "failed": {str(key): refusal.to_dict() for key, refusal in self._failed.items()},
+                "seconds": {str(key): entry.binding.seconds for key, entry in self._entries.items()},
+                "bytes": {str(key): entry.binding.measured_bytes for key, entry in self._entries.items()},
+            }  # fmt: skip
+
+
+def _bury() -> None:
+    """Destroy graphs of retired generations, unless a capture is active."""
+    for item in list(_deferred):
+        backend, graphs = item
+        with backend.active():
+            if not backend.is_capturing():
+                _deferred.remove(item)
+                backend.drop(graphs)
+
+
+def _refusal_of(error: Exception, code: str, reason: str) -> Refusal:
+    if isinstance(error, torch.OutOfMemoryError):
+        code, reason = codes.OUT_OF_MEMORY, "out of memory"
+    return Refusal(code, reason, f"{type(error).__name__}: {error}")
