@@ -214,7 +214,7 @@ class Tracer:
         self, call: torch.nn.Module, owner: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str
     ) -> Trace:
         shapes = pytree.tree_map(
-            lambda dims: {d: torch.export.Dim.DYNAMIC for d in dims} or None, dynamic, is_leaf=_is_set
+            lambda dims: {d: torch.export.Dim.AUTO for d in dims} or None, dynamic, is_leaf=_is_set
         )
         var_positional = isinstance(call, _BoundCall)
         positional = args["inputs"] if var_positional else ()
