@@ -102,6 +102,10 @@ class Compiler:
         self.scratch = frozenset(
             r.enters.path for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
         )
+        self.spare: dict[str, torch.Tensor] = {}
+        self.shared = frozenset(
+            r.enters.path for r in self.contract.regions if r.shares is not None and isinstance(r.enters, Attr)
+        )
         self._template()  # an argument that nobody declares is an error now and not at the first call
 
     def _tracing_twin(self) -> torch.nn.Module:
@@ -284,8 +288,14 @@ class Compiler:
             return self.memory[target[len("region_") :]].tensor
         if target.startswith("stage_") and target[len("stage_") :] in self.memory.buffers:
             return self.stages.setdefault(target, torch.empty_like(self.memory[target[len("stage_") :]].tensor))
-        value = get_attr(self.traced, flat.attributes[target])
+        path = flat.attributes[target]
+        value = get_attr(self.traced, path)
         assert isinstance(value, torch.Tensor)
+        if path in self.shared:
+            # A program that still reads this scratch must not write it over the live rows whose memory it may use in stock.
+            if path not in self.spare:
+                self.spare[path] = torch.zeros_like(value)
+            return self.spare[path]
         return value.detach()
 
     def build(self, flat: FlatGraph) -> fx.GraphModule:

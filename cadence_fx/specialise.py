@@ -169,7 +169,7 @@ class _Inliner:
     def attribute(self, trace: Trace, node: fx.Node, metas: _Metas) -> fx.Node:
         path = trace.attributes[node.name]
         constant = trace.constants.get(node.name)
-        target = re.sub(r"\W", "_", path)
+        target = _target(path, self.flat.attributes)
         if constant is not None:
             # Two traces may lift different values under one path.
             while target in self.flat.constants and not _same_bits(self.flat.constants[target], constant):
@@ -228,6 +228,16 @@ class _Inliner:
                 f"boundary {site.path!r}: a trace made for shapes {list(shapes)} does not cover them: {bindings}"
             )
         return trace, bindings
+
+
+def _target(path: str, taken: dict[str, str]) -> str:
+    """A name for an attribute that no other path has (``a.b_c`` and ``a_b.c`` differ) and no buffer of the library."""
+    target = re.sub(r"\W", "_", path)
+    if target.startswith(("region_", "stage_", "constant_")):
+        target = f"module_{target}"
+    while taken.get(target, path) != path:
+        target += "_"
+    return target
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

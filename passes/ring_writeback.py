@@ -30,12 +30,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from cadence_fx.changes import Change, Rejection, register
+from cadence_fx.effects import base_of
 from cadence_fx.movement import MovementMap
 from cadence_fx.passes.eliminate_dead import live_nodes
 from cadence_fx.pipeline import PassContext, PassResult, RegionLink
@@ -87,11 +88,15 @@ class RingWriteback:
             changes.append(Change(self.name, "writeback", writer.link.name, summary))
             if refusal is not None:
                 rejections.append(Rejection(CX403, self.name, writer.link.name, refusal))
+        owned = {link.output for link in context.regions}
+        states = {writer.placeholder for writer in writers}
+        _own_results(flat, results, owned, states)
+        for writer in writers:
+            writer.preserve(states)
         for writer in writers:
             writer.commit()
         for writer in writers:
             writer.replace_input()
-        owned = {link.output for link in context.regions}
         flat.output.args = (tuple(value for i, value in enumerate(results) if i not in owned),)
         return PassResult(flat, tuple(changes), tuple(rejections))
 
@@ -99,6 +104,15 @@ class RingWriteback:
         inputs = {link.input for link in context.regions}
         left = [n.name for n in flat.graph.nodes if n.op == "placeholder" and n.name in inputs]
         return f"state still enters through {left}" if left else None
+
+
+def _own_results(flat: FlatGraph, results: list[Any], owned: set[int | None], states: set[fx.Node]) -> None:
+    """A result that is a view of old state is copied before the state changes."""
+    for i, value in enumerate(results):
+        if i not in owned and isinstance(value, fx.Node) and base_of(value) in states:
+            with flat.graph.inserting_before(flat.output):
+                results[i] = flat.graph.call_function(aten.clone.default, (value,))
+            results[i].meta.update(value.meta)
 
 
 def _live(flat: FlatGraph, context: PassContext, movement: MovementMap) -> set[fx.Node]:

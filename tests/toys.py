@@ -339,7 +339,7 @@ def differences(toy: Toy, calls: Sequence[str], seed: int = 0, player: Player | 
         x = draw(toy, call, generator)
         torch.manual_seed(number)
         with torch.no_grad():
-            expected, held = toy.module(x, held)
+            expected, held = toy.module(x.clone(), held)
         held = {name: tensor.clone() for name, tensor in held.items()}
         position = torch.get_rng_state()
         torch.manual_seed(number)
