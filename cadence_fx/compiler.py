@@ -176,7 +176,9 @@ class Compiler:
         if region.dim is None:
             return 0
         found = signature.state.extent(region.name)
-        return found if found is not None else region.starts[0]
+        start = region.starts[signature.state.variant if len(region.starts) > 1 else 0]
+        # A pinned region or a ring is always read whole.
+        return found if found is not None else retained(region.retain, start, start)
 
     # ------------------------------------------------------------------------------------------- compiling
     def trace(self, signature: Signature) -> tuple[Trace, list[torch.Tensor]]:
@@ -214,6 +216,7 @@ class Compiler:
         outputs = list(flat.output.args[0])  # type: ignore[arg-type]
         indices = pytree.tree_unflatten(list(range(len(outputs))), flat.out_spec)
         links = []
+        entry = dict(zip(places, _placeholders(flat), strict=True))
         for region in self.contract.states:
             if not isinstance(region.enters, Arg):
                 continue
@@ -226,7 +229,7 @@ class Compiler:
                 if meta is None:
                     raise ContractError(f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor")
                 new = self._new_extent(signature, region, meta.shape)
-            name = "_".join(str(k) for k in region.enters.keys)
+            name = entry[region.enters]
             links.append(
                 RegionLink(region.name, name, index, f"region_{region.name}", tuple(buffer.tensor.shape), region.dim,
                            old if region.dim is not None else 0, new if region.dim is not None else 0,
@@ -258,6 +261,7 @@ class Compiler:
         start = time.perf_counter()
         flat, places, _ = self.flat(signature)
         links = self.links(signature, flat, places)
+        entered = _placeholders(flat)
         before = flat.calls()
         observer: Observer | None = None
         if self.observer is not None:
@@ -269,10 +273,8 @@ class Compiler:
         result = run_passes(flat, context, passes, observer, self.seconds)
         _own_outputs(result.flat)
         module = self.build(result.flat)
-        names = {link.input for link in links if f"region_{link.name}" in result.flat.attributes or link.old == 0}
-        kept = {n.name for n in result.flat.graph.nodes if n.op == "placeholder"}
-        del names
-        inputs = tuple(p for p in places if "_".join(str(k) for k in p.keys) in kept)
+        kept = set(_placeholders(result.flat))
+        inputs = tuple(place for place, name in zip(places, entered, strict=True) if name in kept)
         depends = frozenset().union(*(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants))
         return Program(
             signature, module.forward, module, result.flat, inputs, links, flat.out_spec,
@@ -329,6 +331,11 @@ def describe(signature: Signature) -> str:
     """A signature for people: the call and the extents it starts from."""
     extents = ", ".join(f"{name}={extent}" for name, extent in signature.state.extents)
     return f"call {signature.call!r} at {extents}"
+
+
+def _placeholders(flat: FlatGraph) -> list[str]:
+    """Names of a graph's arguments in order; fx renames those that are words of Python (``input``, ``id``)."""
+    return [node.name for node in flat.graph.nodes if node.op == "placeholder"]
 
 
 def _own_outputs(flat: FlatGraph) -> None:

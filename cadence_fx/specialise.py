@@ -206,13 +206,15 @@ class _Inliner:
         trace, bindings = self.covering(site, shapes, dtypes, concrete, node)
         tick = self.ticks.get(site.path, 0)
         self.ticks[site.path] = tick + 1
-        return self.inline(trace, bindings, inputs, (*where, (site.path, tick)))
+        leaves = self.inline(trace, bindings, inputs, (*where, (site.path, tick)))
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]  # the caller's trace holds plain values itself
 
     def covering(
         self, site: Site, shapes: Sequence[Any], dtypes: Sequence[Any], metas: Sequence[TensorMeta], node: fx.Node
     ) -> tuple[Trace, dict[sympy.Symbol, int]]:
+        strides = [m.stride for m in metas]
         for trace in site.traces:
-            bindings = trace.bind(shapes, dtypes)
+            bindings = trace.bind(shapes, dtypes, strides)
             if isinstance(bindings, dict):
                 return trace, bindings
         tensors = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in metas]
@@ -222,7 +224,7 @@ class _Inliner:
             for arg, shape in zip(symbolic, shapes, strict=True)
         ]
         trace = self.tracer.trace_site(site, tensors, vary)
-        bindings = trace.bind(shapes, dtypes)
+        bindings = trace.bind(shapes, dtypes, strides)
         if isinstance(bindings, str):
             raise TraceError(
                 f"boundary {site.path!r}: a trace made for shapes {list(shapes)} does not cover them: {bindings}"
