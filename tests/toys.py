@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class NewFirstSolver(nn.Module):
-    """Two solver steps of one block; the state goes through a scratch buffer of fixed size and is handed out as a view."""
+    """Two solver steps of one block; the state goes through a scratch buffer and is handed out as a view of it."""
 
     def __init__(self, start: int = 6, tail: int = 4, steps: int = 2, limit: int = 64) -> None:
         super().__init__()
@@ -204,14 +204,63 @@ class FrozenHalves(nn.Module):
         return x, {"kv": kv}
 
 
+class Function(nn.Module):
+    """A module around one function ``f(module, x, state)``; tensors and modules in ``parts`` become its attributes."""
+
+    def __init__(self, f: Callable[..., Any], shapes: dict[str, tuple[int, ...]], **parts: Any) -> None:
+        super().__init__()
+        self.f, self.shapes = f, shapes
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                self.register_buffer(name, part, persistent=False)
+            else:
+                setattr(self, name, part)
+
+    def initial(self) -> State_:
+        return {name: torch.randn(shape) for name, shape in self.shapes.items()}
+
+    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+        result: tuple[torch.Tensor, State_] = self.f(self, x, state)
+        return result
+
+
 # ---------------------------------------------------------------------------------------------- declarations
+def function(
+    f: Callable[..., Any],
+    rows: dict[str, int],
+    *regions: Region,
+    chunks: Sequence[int] = (3,),
+    flush: Sequence[int] = (),
+    parts: dict[str, Any] | None = None,
+    **declared: Any,
+) -> Toy:
+    """A toy of one function. ``rows``: region -> rows of ``[1, rows, WIDTH]`` at the start, its shape unless declared."""
+    module = Function(f, {name: (1, n, WIDTH) for name, n in rows.items()}, **(parts or {}))
+    module.eval().requires_grad_(False)
+    given = {region.name for region in regions}
+    fixed = [state(name, (1, n, WIDTH)) for name, n in rows.items() if name not in given]
+    return Toy(module, declare((*fixed, *regions), chunks, flush, **declared))
+
+
+def keep_ends(name: str = "a", start: int = 6, tail: int = 4, **declared: Any) -> Region:
+    """A region of ``[1, rows, WIDTH]``, new elements first."""
+    return state(name, (1, None, WIDTH), **{"order": "new_first", **_ends(start, tail), **declared})
+
+
+def cut(k: torch.Tensor, head: int = 6, tail: int = 4) -> torch.Tensor:
+    """What `keep_ends` declares, done by the module."""
+    return torch.cat([k[:, :head], k[:, -tail:]], dim=1) if k.shape[1] > head + tail else k
+
+
 def state(name: str, shape: tuple[int | None, ...], **declared: Any) -> Region:
     if None in shape:
         declared = {"dim": shape.index(None), "clock": "frame", **declared}
     return Region(name, shape, enters=Arg("state", name), leaves=Result(1, name), **declared)
 
 
-def declare(regions: Sequence[Region], chunks: Sequence[int] = (3,), flush: Sequence[int] = (), **declared: Any) -> Contract:
+def declare(
+    regions: Sequence[Region], chunks: Sequence[int] = (3,), flush: Sequence[int] = (), **declared: Any
+) -> Contract:
     """A contract for ``forward(x [1, frames, WIDTH], state)``; the first chunk size is the steady one."""
     calls = [
         Call(f"chunk[{n}]", {"frame": n}, {"x": (n,)}, steady=n not in flush and i == 0)
@@ -238,7 +287,9 @@ def _ends(start: int, tail: int, **declared: Any) -> dict[str, Any]:
     return {"start": start, "retain": KeepEnds(START, tail), **declared}
 
 
-def new_first(start: int = 6, tail: int = 4, chunks: Sequence[int] = (3,), flush: Sequence[int] = (1, 2), share: bool = True) -> Toy:
+def new_first(
+    start: int = 6, tail: int = 4, chunks: Sequence[int] = (3,), flush: Sequence[int] = (1, 2), share: bool = True
+) -> Toy:
     module = NewFirstSolver(start, tail)
     shape = (2, 1, HEADS, None, 2 * HEAD)
     scratch = Region("scratch", shape, enters=Attr("scratch"), mutability="scratch", lifetime="unit", dim=3,
@@ -319,7 +370,8 @@ class Player:
         for link in program.links:
             self.memory[link.name].extent = link.new
         self.state = after(self.toy.contract, self.state, call)
-        result: tuple[torch.Tensor, State_] = program.result(outputs, {n: b.view() for n, b in self.memory.buffers.items()})
+        states = {name: buffer.view() for name, buffer in self.memory.buffers.items()}
+        result: tuple[torch.Tensor, State_] = program.result(outputs, states)
         return result
 
 
