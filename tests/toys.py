@@ -234,7 +234,7 @@ def function(
     parts: dict[str, Any] | None = None,
     **declared: Any,
 ) -> Toy:
-    """A toy of one function. ``rows``: region -> rows of ``[1, rows, WIDTH]`` at the start, its shape unless declared."""
+    """A toy of one function. ``rows``: region -> rows of ``[1, rows, WIDTH]`` at the start; fixed unless declared."""
     module = Function(f, {name: (1, n, WIDTH) for name, n in rows.items()}, **(parts or {}))
     module.eval().requires_grad_(False)
     given = {region.name for region in regions}
