@@ -24,7 +24,7 @@ from cadence_fx.retention import START, KeepEnds, Window
 from cadence_fx.specialise import FlatGraph
 
 CPU = torch.device("cpu")
-State_ = dict[str, torch.Tensor]
+Rows = dict[str, torch.Tensor]
 HEADS, HEAD, WIDTH = 2, 4, 8
 
 
@@ -68,10 +68,10 @@ class NewFirstSolver(nn.Module):
         self.block, self.start, self.tail, self.steps = Block(), start, tail, steps
         self.register_buffer("scratch", torch.zeros(steps, 1, HEADS, limit, 2 * HEAD), persistent=False)
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {"kv": torch.randn(self.steps, 1, HEADS, self.start, 2 * HEAD)}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         old = state["kv"]
         span = torch.linspace(0, 1, self.steps + 1)
         for step in range(self.steps):
@@ -91,10 +91,10 @@ class OldFirstMatmul(nn.Module):
         super().__init__()
         self.qkv, self.start, self.tail = nn.Linear(WIDTH, 3 * WIDTH), start, tail
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {"kv": torch.randn(1, HEADS, self.start, 2 * HEAD)}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         q, k, v = map(split_heads, self.qkv(x).chunk(3, dim=-1))
         k_old, v_old = torch.split(state["kv"], HEAD, dim=-1)
         k, v = torch.cat([k_old, k], dim=2), torch.cat([v_old, v], dim=2)
@@ -113,10 +113,10 @@ class CausalConv(nn.Module):
         self.conv = nn.Conv1d(WIDTH, WIDTH, kernel)
         self.left = kernel - 1
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {"left": torch.randn(1, WIDTH, self.left)}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         seen = torch.cat([state["left"], x.transpose(1, 2)], dim=2)
         return self.conv(seen).transpose(1, 2), {"left": seen[:, :, -self.left :]}
 
@@ -129,10 +129,10 @@ class Istft(nn.Module):
         self.head, self.kept = nn.Linear(WIDTH, 2 * 9), kept
         self.register_buffer("window", torch.hann_window(16), persistent=False)
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {"mel": torch.zeros(1, 0, WIDTH)}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         seen = torch.cat([state["mel"], x], dim=1)
         real, imaginary = self.head(seen).transpose(1, 2).chunk(2, dim=1)
         y = torch.istft(torch.complex(real, imaginary), 16, 4, 16, window=self.window)
@@ -146,10 +146,10 @@ class Noisy(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {"phase": torch.zeros(1, WIDTH)}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         noise = torch.randn_like(x)
         torch.rand(3, x.shape[1])
         phase = state["phase"].unsqueeze(1) + x.cumsum(1)
@@ -163,10 +163,10 @@ class KeepLast(nn.Module):
         super().__init__()
         self.kept = kept
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {"rows": torch.zeros(1, 0, WIDTH)}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         seen = torch.cat([state["rows"], x], dim=1)
         return x - seen.mean(1, keepdim=True), {"rows": seen[:, -self.kept :]}
 
@@ -182,7 +182,7 @@ class FrozenHalves(nn.Module):
         self.slow, self.fast = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.start, self.tail = start, tail
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         slow = torch.randn(1, 1, HEADS, self.start // 2, 2 * HEAD)
         return {"kv": torch.cat([slow.repeat(1, 1, 1, 2, 1), torch.randn(1, 1, HEADS, self.start, 2 * HEAD)])}
 
@@ -194,7 +194,7 @@ class FrozenHalves(nn.Module):
         y = torch.softmax(q @ k.transpose(-2, -1), dim=-1) @ v
         return x + y.transpose(1, 2).flatten(2), torch.cat([k, v], dim=-1)
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
         kv = state["kv"]
         x, slow = self.attend(self.slow, x, kv[0, :, :, : kv.shape[3] // 2])
         x, fast = self.attend(self.fast, x.repeat_interleave(2, dim=1), kv[1])
@@ -216,11 +216,11 @@ class Function(nn.Module):
             else:
                 setattr(self, name, part)
 
-    def initial(self) -> State_:
+    def initial(self) -> Rows:
         return {name: torch.randn(shape) for name, shape in self.shapes.items()}
 
-    def forward(self, x: torch.Tensor, state: State_) -> tuple[torch.Tensor, State_]:
-        result: tuple[torch.Tensor, State_] = self.f(self, x, state)
+    def forward(self, x: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
+        result: tuple[torch.Tensor, Rows] = self.f(self, x, state)
         return result
 
 
@@ -353,7 +353,7 @@ class Player:
         self.programs: dict[Signature, Program] = {}
         self.state: State = starts(toy.contract)[0]
 
-    def start(self, first: State_) -> None:
+    def start(self, first: Rows) -> None:
         self.state = starts(self.toy.contract)[0]
         for name, tensor in self.memory.check(first).items():
             self.memory[name].adopt(tensor)
@@ -364,14 +364,14 @@ class Player:
             self.programs[signature] = self.compiler.compile(signature)
         return self.programs[signature]
 
-    def __call__(self, call: str, x: torch.Tensor) -> tuple[torch.Tensor, State_]:
+    def __call__(self, call: str, x: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         program = self.program(call)
         outputs = program.run(*[{"x": x}[str(place.keys[0])] for place in program.inputs])
         for link in program.links:
             self.memory[link.name].extent = link.new
         self.state = after(self.toy.contract, self.state, call)
         states = {name: buffer.view() for name, buffer in self.memory.buffers.items()}
-        result: tuple[torch.Tensor, State_] = program.result(outputs, states)
+        result: tuple[torch.Tensor, Rows] = program.result(outputs, states)
         return result
 
 
