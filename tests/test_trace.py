@@ -63,7 +63,7 @@ def test_an_input_that_does_not_fit_is_named(shapes: Any, dtypes: Any, reason: s
 
 
 def test_a_branch_on_a_length_gives_two_traces() -> None:
-    player = Player(build("old_first", chunks=(3,), flush=(1, 2)))
+    player = Player(build("old_first", chunks=(3,), flush=(2,)))
     for signature in signatures(player.toy.contract):
         player.compiler.compile(signature)
     (found,) = player.compiler.traces.values()

@@ -21,7 +21,8 @@ from cadence_fx.contract import Arg, Attr, Boundary, Call, Clock, Contract, Inpu
 from cadence_fx.memory import Memory
 from cadence_fx.pipeline import GraphPass, PassContext, PassResult, run_passes
 from cadence_fx.retention import START, KeepEnds, Window
-from cadence_fx.specialise import FlatGraph
+from cadence_fx.specialise import FlatGraph, specialise
+from cadence_fx.trace import Tracer
 
 CPU = torch.device("cpu")
 Rows = dict[str, torch.Tensor]
@@ -444,3 +445,22 @@ def bench(toy: Toy, call: str | None = None, state: State | None = None, **chang
 def targets(flat: FlatGraph) -> list[str]:
     """Operators of a graph in order, by name without the overload."""
     return [str(n.target).removeprefix("aten.").split(".")[0] for n in flat.graph.nodes if n.op == "call_function"]
+
+
+def flat_of(
+    f: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, attributes: dict[str, torch.Tensor] | None = None
+) -> FlatGraph:
+    """The graph of a function of two tensors, or of a module with these attributes and two tensors."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in (attributes or {}).items():
+                self.register_buffer(name, value)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+            return f(a, b) if attributes is None else f(self, a, b)
+
+    tracer = Tracer(Body(), ())
+    trace = tracer.trace({"a": a, "b": b}, {"a": set(), "b": set()})
+    return specialise(tracer, trace, [a.shape, b.shape], [a.dtype, b.dtype], ["a", "b"])
