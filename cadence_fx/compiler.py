@@ -106,6 +106,7 @@ class Compiler:
         self.traces: dict[tuple[Any, ...], list[Trace]] = {}
         self.stages: dict[str, torch.Tensor] = {}
         self.scratch = frozenset(place.path for place, _ in self.scratch_places())
+        self.spare: dict[str, torch.Tensor] = {}
         self._template()  # an argument that nobody declares is an error now and not at the first call
 
     @contextmanager
@@ -186,7 +187,9 @@ class Compiler:
         if region.dim is None:
             return 0
         found = signature.state.extent(region.name)
-        return found if found is not None else region.starts[0]
+        start = region.starts[signature.state.variant if len(region.starts) > 1 else 0]
+        # A pinned region or a ring is always read whole.
+        return found if found is not None else retained(region.retain, start, start)
 
     # ------------------------------------------------------------------------------------------- compiling
     def trace(self, signature: Signature) -> tuple[Trace, list[torch.Tensor]]:
@@ -226,6 +229,7 @@ class Compiler:
         outputs = list(flat.output.args[0])  # type: ignore[arg-type]
         indices = pytree.tree_unflatten(list(range(len(outputs))), flat.out_spec)
         links = []
+        entry = dict(zip(places, _placeholders(flat), strict=True))
         for region in self.contract.states:
             if not isinstance(region.enters, Arg):
                 continue
@@ -238,7 +242,7 @@ class Compiler:
                 if meta is None:
                     raise ContractError(f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor")
                 new = self._new_extent(signature, region, meta.shape)
-            name = "_".join(str(k) for k in region.enters.keys)
+            name = entry[region.enters]
             links.append(
                 RegionLink(region.name, name, index, f"region_{region.name}", tuple(buffer.tensor.shape), region.dim,
                            old if region.dim is not None else 0, new if region.dim is not None else 0,
@@ -271,6 +275,7 @@ class Compiler:
         start = time.perf_counter()
         flat, places, _ = self.flat(signature)
         links = self.links(signature, flat, places)
+        entered = _placeholders(flat)
         before = flat.calls()
         observer: Observer | None = None
         if self.observer is not None:
@@ -282,8 +287,8 @@ class Compiler:
         result = run_passes(flat, context, passes, observer, self.seconds)
         _own_outputs(result.flat)
         module = self.build(result.flat)
-        kept = {n.name for n in result.flat.graph.nodes if n.op == "placeholder"}
-        inputs = tuple(p for p in places if "_".join(str(k) for k in p.keys) in kept)
+        kept = set(_placeholders(result.flat))
+        inputs = tuple(place for place, name in zip(places, entered, strict=True) if name in kept)
         depends = frozenset().union(*(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants))
         return Program(
             signature, module.forward, module, result.flat, inputs, links, flat.out_spec,
@@ -303,9 +308,20 @@ class Compiler:
             return self.memory[target[len("region_") :]].tensor
         if target.startswith("stage_") and target[len("stage_") :] in self.memory.buffers:
             return self.stages.setdefault(target, torch.empty_like(self.memory[target[len("stage_") :]].tensor))
-        value = get_attr(self.traced, flat.attributes[target])
+        path = flat.attributes[target]
+        if path in self.scratch:
+            return self._spare(path)
+        value = get_attr(self.traced, path)
         assert isinstance(value, torch.Tensor)
         return value.detach()
+
+    def _spare(self, path: str) -> torch.Tensor:
+        """Memory for scratch that a graph still reads: its own, for the state's memory holds the live rows."""
+        if path not in self.spare:
+            region = next(region for place, region in self.scratch_places() if place.path == path)
+            shape, dtype = self.memory.scratch_shape(region), dtype_of(region.dtype)
+            self.spare[path] = torch.zeros(shape, dtype=dtype, device=self.memory.device)
+        return self.spare[path]
 
     def build(self, flat: FlatGraph) -> fx.GraphModule:
         """A GraphModule whose attributes are the very tensors of the module and of the contract."""
@@ -343,6 +359,11 @@ def describe(signature: Signature) -> str:
     """A signature for people: the call and the extents it starts from."""
     extents = ", ".join(f"{name}={extent}" for name, extent in signature.state.extents)
     return f"call {signature.call!r} at {extents}"
+
+
+def _placeholders(flat: FlatGraph) -> list[str]:
+    """Names of a graph's arguments in order; fx renames those that are words of Python (``input``, ``id``)."""
+    return [node.name for node in flat.graph.nodes if node.op == "placeholder"]
 
 
 def _own_outputs(flat: FlatGraph) -> None:

@@ -101,4 +101,12 @@ def is_sync(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     tags = getattr(node.target, "tags", ())
+    if node.target is aten.index.Tensor:
+        return any(_is_mask(index) for index in node.args[1] if index is not None)  # type: ignore[union-attr]
     return node.target in _SYNCS or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+def _is_mask(index: object) -> bool:
+    """True if an index selects by truth: how many elements it selects is known on the device only."""
+    value = index.meta.get("val") if isinstance(index, fx.Node) else None
+    return getattr(value, "dtype", torch.bool) in (torch.bool, torch.uint8)

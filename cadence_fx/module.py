@@ -271,7 +271,10 @@ class CadenceModule(torch.nn.Module):
 
         with self._lock:
             stages = record(self.compiler, self.steady_signature())
-            return {n if n == "before" else f"after:{n}": self.compiler.build(flat) for n, flat in stages.items()}
+            spare = dict(self.compiler.spare)
+            built = {n if n == "before" else f"after:{n}": self.compiler.build(flat) for n, flat in stages.items()}
+            self.compiler.spare = spare  # scratch of earlier stages goes with their graphs
+            return built
 
     @property
     def programs(self) -> dict[Signature, Program]:

@@ -77,8 +77,10 @@ class MovementMap:
     def __init__(self, flat: FlatGraph, owners: Iterable[fx.Node]) -> None:
         nodes = list(flat.graph.nodes)
         mutated = mutated_bases(nodes)
+        owners = tuple(owners)
         self.memory: dict[fx.Node, Layout] = {}
-        self.untracked = {n for n in mutated if n.op == "call_function"}
+        self.mutated = mutated
+        self.untracked = {n for n in mutated if n.op != "get_attr" and n not in owners}
         self.broken: dict[fx.Node, fx.Node] = {}  # owner -> the write that could not be followed
         self._views: dict[fx.Node, Piece | list[Piece | None] | None] = {}
         self._layouts: dict[fx.Node, Layout | list[Layout]] = {}
@@ -118,6 +120,8 @@ class MovementMap:
         if written(node):
             self._write(node)
             return
+        if node in self.untracked:
+            return  # what it holds at first says nothing about what it holds when it is read
         try:
             if node.target is operator.getitem:
                 self._item(node)
@@ -136,7 +140,10 @@ class MovementMap:
 
     def _opaque(self, node: Any) -> bool:
         """True if the node's memory is written in place and not followed: only a copy made there and then is safe."""
-        return not isinstance(node, fx.Node) or meta_of(node) is None or base_of(node) in self.untracked
+        if not isinstance(node, fx.Node) or meta_of(node) is None:
+            return True
+        base = base_of(node)
+        return base in self.untracked or (base in self.mutated and not isinstance(self._views.get(node), Piece))
 
     def _view(self, node: fx.Node, op: Op) -> None:
         source = node.args[0]
@@ -168,13 +175,14 @@ class MovementMap:
             if owner not in self.memory:
                 continue
             source = node.args[1] if node.target is aten.copy_.default else None
-            if not isinstance(piece, Piece) or not isinstance(source, fx.Node) or not self._copyable(target, source):
+            known = isinstance(piece, Piece) and isinstance(source, fx.Node) and self._copyable(target, source)
+            if not known or self._opaque(source):
+                # Any element may have changed: nothing that was known of this memory holds any more.
                 self.broken.setdefault(owner, node)
+                self.memory[owner] = Layout.whole(owner, _meta(owner).shape)
                 continue
-            value = self.content(source) if not self._opaque(source) else Layout.whole(source, _meta(source).shape)
-            if self._opaque(source):
-                self.broken.setdefault(owner, node)
-            self.memory[owner] = self.memory[owner].write(piece, value.expand(piece.size))
+            assert isinstance(piece, Piece) and isinstance(source, fx.Node)
+            self.memory[owner] = self.memory[owner].write(piece, self.content(source).expand(piece.size))
             self._views[node] = piece
 
     def _copyable(self, target: fx.Node, source: fx.Node) -> bool:

@@ -8,8 +8,7 @@ same state and the same generator position; the new state of every region is com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from cadence_fx.catalog import Signature
 from cadence_fx.compiler import Program, describe
 from cadence_fx.errors import VerificationError
 from cadence_fx.generators import rewound
-from cadence_fx.memory import dtype_of
-from cadence_fx.specialise import FlatGraph
 
 if TYPE_CHECKING:
     from cadence_fx.module import CadenceModule
@@ -45,6 +42,7 @@ class ShadowAudit:
     compared: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     _graphs: dict[Signature, tuple[fx.GraphModule, list[str]]] = field(default_factory=dict)
+    _spare: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def expected(self, program: Program, inputs: Sequence[Any], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """New state by region as the traced concatenations give it. Live state and generators are as before afterwards."""
@@ -77,25 +75,10 @@ class ShadowAudit:
             compiler = self.fast.compiler
             flat, _, _ = compiler.flat(signature)
             names = [n.name for n in flat.graph.nodes if n.op == "placeholder"]
-            with self._own_scratch():
+            # The audit's graphs write vendor scratch; it goes when the audit ends.
+            spare, compiler.spare = compiler.spare, self._spare
+            try:
                 self._graphs[signature] = compiler.build(flat), names
+            finally:
+                compiler.spare = spare
         return self._graphs[signature]
-
-    @contextmanager
-    def _own_scratch(self) -> Iterator[None]:
-        """The audit's graphs write vendor scratch; theirs must not be the live state's memory."""
-        compiler, memory = self.fast.compiler, self.fast.memory
-        original = compiler.fetch
-        paths = {place.path: region for place, region in compiler.scratch_places()}
-
-        def fetch(flat: FlatGraph, target: str) -> torch.Tensor:
-            region = paths.get(flat.attributes[target])
-            if region is None:
-                return original(flat, target)
-            return torch.zeros(memory.scratch_shape(region), dtype=dtype_of(region.dtype), device=memory.device)
-
-        compiler.fetch = fetch  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            compiler.fetch = original  # type: ignore[method-assign]

@@ -169,7 +169,7 @@ class _Inliner:
     def attribute(self, trace: Trace, node: fx.Node, metas: _Metas) -> fx.Node:
         path = trace.attributes[node.name]
         constant = trace.constants.get(node.name)
-        target = re.sub(r"\W", "_", path)
+        target = _target(path, self.flat.attributes)
         if constant is not None:
             # Two traces may lift different values under one path.
             while target in self.flat.constants and not _same_bits(self.flat.constants[target], constant):
@@ -206,13 +206,15 @@ class _Inliner:
         trace, bindings = self.covering(site, shapes, dtypes, concrete, node)
         tick = self.ticks.get(site.path, 0)
         self.ticks[site.path] = tick + 1
-        return self.inline(trace, bindings, inputs, (*where, (site.path, tick)))
+        leaves = self.inline(trace, bindings, inputs, (*where, (site.path, tick)))
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]  # the caller's trace holds plain values itself
 
     def covering(
         self, site: Site, shapes: Sequence[Any], dtypes: Sequence[Any], metas: Sequence[TensorMeta], node: fx.Node
     ) -> tuple[Trace, dict[sympy.Symbol, int]]:
+        strides = [m.stride for m in metas]
         for trace in site.traces:
-            bindings = trace.bind(shapes, dtypes)
+            bindings = trace.bind(shapes, dtypes, strides)
             if isinstance(bindings, dict):
                 return trace, bindings
         tensors = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in metas]
@@ -222,12 +224,22 @@ class _Inliner:
             for arg, shape in zip(symbolic, shapes, strict=True)
         ]
         trace = self.tracer.trace_site(site, tensors, vary)
-        bindings = trace.bind(shapes, dtypes)
+        bindings = trace.bind(shapes, dtypes, strides)
         if isinstance(bindings, str):
             raise TraceError(
                 f"boundary {site.path!r}: a trace made for shapes {list(shapes)} does not cover them: {bindings}"
             )
         return trace, bindings
+
+
+def _target(path: str, taken: dict[str, str]) -> str:
+    """A name for an attribute that no other path has (``a.b_c`` and ``a_b.c`` differ) and no buffer of the library."""
+    target = re.sub(r"\W", "_", path)
+    if target.startswith(("region_", "stage_", "constant_")):
+        target = f"module_{target}"
+    while taken.get(target, path) != path:
+        target += "_"
+    return target
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

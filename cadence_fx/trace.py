@@ -55,7 +55,7 @@ class Trace:
         graph: pre-dispatch ATen; parameters, buffers and constants are placeholders named in ``attributes``.
         attributes: placeholder name -> dotted path of the attribute it stands for.
         constants: placeholder name -> value of a tensor that tracing itself lifted out of the code.
-        shapes: per user input, its sizes as sympy expressions.
+        shapes, strides: per user input, as sympy expressions.
         guards: conditions under which the graph is what the module would have done.
         out_spec: pytree structure of the result.
     """
@@ -65,13 +65,22 @@ class Trace:
     constants: dict[str, torch.Tensor]
     inputs: tuple[str, ...]
     shapes: tuple[tuple[sympy.Expr, ...], ...]
+    strides: tuple[tuple[sympy.Expr, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     guards: tuple[Guard, ...]
     out_spec: pytree.TreeSpec
     metas: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
-    def bind(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> dict[sympy.Symbol, int] | str:
-        """Values for the symbols if a call with these input shapes belongs to the regime; else the reason."""
+    def bind(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        strides: Sequence[Sequence[int]] | None = None,
+    ) -> dict[sympy.Symbol, int] | str:
+        """Values for the symbols if a call with these input shapes belongs to the regime; else the reason.
+
+        ``strides`` matter for a boundary: what it may view, and what it copies, depends on them.
+        """
         values: dict[sympy.Symbol, int] = {}
         composite: list[tuple[int, int, sympy.Expr, int]] = []
         for i, (expected, found) in enumerate(zip(self.shapes, shapes, strict=True)):
@@ -91,10 +100,24 @@ class Trace:
         for i, dim, expr, size in composite:
             if evaluate(expr, values) != size:
                 return f"dimension {dim} of input {i} is {size}, expected {expr}"
+        reason = self._other_strides(shapes, strides, values) if strides is not None else None
+        if reason is not None:
+            return reason
         for guard in self.guards:
             if not holds(guard.expr, values):
                 return f"the guard {guard.expr} does not hold ({guard.where})"
         return values
+
+    def _other_strides(
+        self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], values: dict[sympy.Symbol, int]
+    ) -> str | None:
+        for i, (expected, found) in enumerate(zip(self.strides, strides, strict=True)):
+            for dim, (expr, stride) in enumerate(zip(expected, found, strict=True)):
+                if expr.is_Symbol:
+                    values.setdefault(expr, stride)
+                if shapes[i][dim] > 1 and evaluate(expr, values) != stride:
+                    return f"stride {dim} of input {i} is {stride}, expected {expr}"
+        return None
 
 
 @dataclass
@@ -168,8 +191,11 @@ class Tracer:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             site = self._site(path, spec, tuple(_TENSOR if isinstance(v, torch.Tensor) else v for v in leaves))
-            results = torch.ops.cadence_fx.boundary(tensors, site.index)
-            return pytree.tree_unflatten(list(results), site.traces[0].out_spec)
+            results = iter(torch.ops.cadence_fx.boundary(tensors, site.index))
+            trace = self._covering(site, tensors)
+            assert trace is not None  # the operator has just found it
+            values = [next(results) if isinstance(v, fx.Node) else v for v in _outputs(trace.graph)]
+            return pytree.tree_unflatten(values, trace.out_spec)
 
         owner.__dict__[name] = boundary
         self._originals = {**getattr(self, "_originals", {}), path: (original, owner)}
@@ -208,6 +234,12 @@ class Tracer:
         trace = self._export(
             call, owner, {"inputs": examples}, {"inputs": tuple(dynamic)}, site.path.rpartition(".")[0]
         )
+        for value in _outputs(trace.graph):
+            if isinstance(value, fx.Node) and not isinstance(value.meta["val"], torch.Tensor):
+                raise TraceError(
+                    f"boundary {site.path!r} returns the symbolic number {value.meta['val']}; a boundary's results are "
+                    "tensors, plain numbers and None. Declare a callable further in or out as the boundary."
+                )
         site.traces.append(trace)
         return trace
 
@@ -215,7 +247,7 @@ class Tracer:
         self, call: torch.nn.Module, owner: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str
     ) -> Trace:
         shapes = pytree.tree_map(
-            lambda dims: {d: torch.export.Dim.DYNAMIC for d in dims} or None, dynamic, is_leaf=_is_set
+            lambda dims: {d: torch.export.Dim.AUTO for d in dims} or None, dynamic, is_leaf=_is_set
         )
         var_positional = isinstance(call, _BoundCall)
         positional = args["inputs"] if var_positional else ()
@@ -235,7 +267,7 @@ class Tracer:
             vary = [{d for d, s in enumerate(t.shape) if not size_expr(s).is_Integer and hints[i][d] > 1}
                     for i, t in enumerate(need.inputs)]  # fmt: skip
             made = self.trace_site(need.site, need.inputs, vary)
-            reason = made.bind(hints, [t.dtype for t in need.inputs])
+            reason = made.bind(*_hints(need.inputs))
             if isinstance(reason, str):  # tracing again would go on for ever
                 raise TraceError(f"boundary {need.site.path!r}: the trace does not cover its own example {hints}: {reason}")
 
@@ -251,22 +283,28 @@ class Tracer:
 
     def site_meta(self, site: Site, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """Fake results of a boundary call for fake inputs."""
-        hints = [tuple(_hint(s) for s in t.shape) for t in inputs]
-        for trace in site.traces:
-            if isinstance(trace.bind(hints, [t.dtype for t in inputs]), dict):
-                return self._results(trace, inputs)
-        self._need = _SiteUncovered(site, list(inputs))
-        raise self._need
+        trace = self._covering(site, inputs)
+        if trace is None:
+            self._need = _SiteUncovered(site, list(inputs))
+            raise self._need
+        return self._results(trace, inputs)
+
+    @staticmethod
+    def _covering(site: Site, inputs: Sequence[Any]) -> Trace | None:
+        hints = _hints(inputs)
+        return next((trace for trace in site.traces if isinstance(trace.bind(*hints), dict)), None)
 
     def _results(self, trace: Trace, inputs: Sequence[Any]) -> list[torch.Tensor]:
         outer: dict[sympy.Symbol, sympy.Expr] = {}
         hint: dict[sympy.Symbol, int] = {}
-        env = None
-        for exprs, tensor in zip(trace.shapes, inputs, strict=True):
-            env = env or getattr(tensor.fake_mode, "shape_env", None)
-            for expr, size in zip(exprs, tensor.shape, strict=True):
-                if expr.is_Symbol:
-                    outer[expr], hint[expr] = size_expr(size), _hint(size)
+        env = next((t.fake_mode.shape_env for t in inputs if t.fake_mode.shape_env is not None), None)
+        for of in ("shape", "stride"):
+            for exprs, tensor in zip(trace.shapes if of == "shape" else trace.strides, inputs, strict=True):
+                for expr, size in zip(exprs, tensor.shape if of == "shape" else tensor.stride(), strict=True):
+                    if expr.is_Symbol and expr not in outer:
+                        outer[expr], hint[expr] = size_expr(size), _hint(size)
+        if env is not None:
+            _adopt_regime(trace, inputs, outer, env)
 
         def size_of(size: Any) -> Any:
             inner = size_expr(size)
@@ -279,6 +317,8 @@ class Tracer:
 
         results = []
         for node in _outputs(trace.graph):
+            if not isinstance(node, fx.Node):
+                continue
             value = node.meta["val"]
             sizes, strides = [size_of(s) for s in value.shape], [size_of(s) for s in value.stride()]
             results.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
@@ -327,13 +367,38 @@ def _hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
+def _hints(inputs: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[torch.dtype], list[tuple[int, ...]]]:
+    """Sizes, dtypes and strides of fake tensors in this trace's example."""
+    shapes = [tuple(_hint(s) for s in t.shape) for t in inputs]
+    return shapes, [t.dtype for t in inputs], [tuple(_hint(s) for s in t.stride()) for t in inputs]
+
+
+def _adopt_regime(trace: Trace, inputs: Sequence[Any], outer: dict[sympy.Symbol, sympy.Expr], env: Any) -> None:
+    """The caller of a boundary relies on the boundary's trace, so it takes over the conditions of that regime."""
+    found: list[Any] = []
+    for tensor, shape, strides in zip(inputs, trace.shapes, trace.strides, strict=True):
+        found += [sympy.Eq(size_expr(s), e.xreplace(outer)) for s, e in zip(tensor.shape, shape, strict=True)]
+        found += [
+            sympy.Eq(size_expr(s), e.xreplace(outer))
+            for s, e, size in zip(tensor.stride(), strides, tensor.shape, strict=True)
+            if _hint(size) > 1
+        ]
+    for guard in trace.guards:
+        expr = guard.expr.xreplace(outer)  # type: ignore[arg-type]
+        found += expr.args if isinstance(expr, sympy.And) else [expr]
+    for expr in found:
+        if expr != sympy.true:
+            env.evaluate_expr(expr)
+
+
 def _example(tensor: Any) -> torch.Tensor:
     """An uninitialised tensor of the sizes that a fake tensor has in this trace's example."""
     size, stride = [_hint(s) for s in tensor.shape], [_hint(s) for s in tensor.stride()]
     return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
 
 
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
+def _outputs(graph: fx.Graph) -> list[Any]:
+    """The leaves of a graph's result: nodes, and plain values where the result is the same in every call."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     return list(pytree.tree_leaves(output.args[0]))
 
@@ -364,6 +429,7 @@ def _as_trace(program: torch.export.ExportedProgram, prefix: str, strip: str) ->
         constants=constants,
         inputs=tuple(inputs),
         shapes=tuple(tuple(size_expr(s) for s in value.shape) for value in values),
+        strides=tuple(tuple(size_expr(s) for s in value.stride()) for value in values),
         dtypes=tuple(value.dtype for value in values),
         guards=_guards(values, program),
         out_spec=program.call_spec.out_spec,

@@ -7,6 +7,7 @@ reference, containers are copied, submodules are twinned.
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any, TypeVar
 
@@ -60,18 +61,19 @@ def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     kind = type(value)
     if isinstance(value, dict):
-        # OrderedDict and the like keep their type; hooks are dicts too.
-        copy = kind() if kind in (dict,) else value.copy()
-        memo[id(value)] = copy
-        copy.clear()
-        copy.update({k: _twin_value(v, memo) for k, v in value.items()})
-        return copy
+        # OrderedDict (hooks) and a configuration's own class keep their type, which their copy() need not do.
+        copied = copy.copy(value)
+        memo[id(value)] = copied
+        for key, item in value.items():
+            if (twin := _twin_value(item, memo)) is not item:
+                copied[key] = twin
+        return copied
     if kind in (list, set):
-        copy = kind()
-        memo[id(value)] = copy
+        copied = kind()
+        memo[id(value)] = copied
         items = [_twin_value(v, memo) for v in value]
-        copy.extend(items) if kind is list else copy.update(items)
-        return copy
+        copied.extend(items) if kind is list else copied.update(items)
+        return copied
     if kind is tuple:
         return tuple(_twin_value(v, memo) for v in value)
     return value

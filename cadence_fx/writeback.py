@@ -11,6 +11,7 @@ from torch import fx
 from cadence_fx.effects import base_of
 from cadence_fx.movement import MovementMap
 from cadence_fx.moves import Copy, Fill, Move, Spill, plan_moves
+from cadence_fx.pieces import outside
 from cadence_fx.pipeline import RegionLink
 from cadence_fx.segments import Layout, Piece
 from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of
@@ -32,6 +33,7 @@ class RegionWriter:
         self.copies: list[tuple[Box, Piece]] = []  # new pieces to copy into the buffer at the end
         self.moves: list[Move] = []
         self.staged = False
+        self.kept: list[tuple[Box, Piece]] = []
         self._roots: dict[str, fx.Node] = {}
         self._first = next(iter(flat.graph.nodes))
         # The buffer as it is during the call: live rows, then the rows that are placed beside them.
@@ -63,6 +65,8 @@ class RegionWriter:
 
     def place(self, node: fx.Node) -> str | None:
         """Make a concatenation a view of the buffer, its new rows written beside the live ones; the reason if impossible."""
+        if self.placeholder in self.movement.mutated:
+            return "the module writes the state argument in place, so a view of it may change before it is read"
         layout = self.movement.materialised(node).merged()
         old = [p for p in layout.pieces if p.source is self.placeholder]
         rank = len(layout.shape)
@@ -108,6 +112,9 @@ class RegionWriter:
     # ------------------------------------------------------------------------------------------- writes
     def write_back(self, result: fx.Node) -> tuple[str, str | None]:
         """Plan how the buffer comes to hold the new state; what was planned, and why not as movement if not."""
+        if self.placeholder in self.movement.mutated:
+            live = self._box(self._full_start(self.link.old_offset), self._full_size(self.link.old))
+            self.image = self.image.write(self._view(live), self.movement.memory[self.placeholder])
         layout, refusal = self._result_layout(result)
         stays = self._resting(layout)
         by_source: dict[Any, list[Piece]] = {}
@@ -144,11 +151,19 @@ class RegionWriter:
             if source.op == "get_attr" or source in self.movement.broken or base_of(source) in self.movement.broken:
                 write = self.movement.broken.get(source) or self.movement.broken.get(base_of(source))
                 return whole, f"{source} holds content that no traced copy put there" + (f" (written by {write})" if write else "")
-            if source is not self.placeholder and base_of(source) in self.movement.untracked and source.op == "call_function":
-                if base_of(source) is source and _is_fresh(source):
-                    continue
+            if source is not result and base_of(source) in self.movement.untracked:
                 return whole, f"{source} is written in place after it was copied from"
+            if self._overwritten(layout, source):
+                return whole, f"the module overwrites a part of {source} that it keeps"
         return layout, None
+
+    def _overwritten(self, layout: Layout, source: fx.Node) -> bool:
+        """True if the layout holds elements of a state argument that the graph has overwritten in place meanwhile."""
+        if source.op != "placeholder" or source not in self.movement.mutated:
+            return False
+        left = [p for p in self.movement.memory[source].pieces if p.source is source]
+        pieces = [p for p in layout.pieces if p.source is source]
+        return any(_located(piece, left) is None for piece in pieces)
 
     def _resting(self, layout: Layout) -> Layout:
         """The new state as pieces in buffer coordinates."""
@@ -158,6 +173,21 @@ class RegionWriter:
             for p in layout.pieces
         ]
         return Layout(layout.shape, tuple(pieces))
+
+    def preserve(self, states: set[fx.Node]) -> None:
+        """Clone new elements that lie in some region's live rows: the commits of all regions come after these clones."""
+        if self.staged:
+            return  # staging reads its sources where they arise
+        with self.flat.graph.inserting_before(self.flat.output):
+            for box, piece in self.copies:
+                source = piece.source
+                assert isinstance(source, fx.Node)
+                if base_of(source) in states:
+                    clone = self._call(aten.clone.default, self._emit_piece(piece))
+                    rank = len(piece.size)
+                    piece = Piece(piece.start, piece.size, clone, (0,) * rank, tuple(range(rank)))
+                self.kept.append((box, piece))
+        self.copies = self.kept
 
     def commit(self) -> None:
         """Emit staging where sources arise, then moves and copies before the output."""
@@ -275,8 +305,14 @@ def _located(piece: Piece, held: list[Piece]) -> list[Piece] | None:
     walked = {a for a in piece.axes if a is not None}
     if any(n != 1 and d not in walked for d, n in enumerate(piece.size)):
         return None  # broadcast: there is no single place where it lies
-    parts = [part for other in held if (part := _shared(piece, other)) is not None]
-    return parts if sum(prod(part.size) for part in parts) == prod(piece.size) else None
+    parts, left = list[Piece](), [piece]
+    for other in held:
+        # The buffer may hold the same content twice: each element is taken from one place.
+        found = [part for rest in left if (part := _shared(rest, other)) is not None]
+        for part in found:
+            left = outside(left, [(d, s, s + n) for d, (s, n) in enumerate(zip(part.start, part.size, strict=True))])
+        parts += found
+    return None if left else parts
 
 
 def _shared(piece: Piece, other: Piece) -> Piece | None:
@@ -311,11 +347,6 @@ def _shared(piece: Piece, other: Piece) -> Piece | None:
 def _full_origin(piece: Piece) -> tuple[int, ...]:
     """Where a merged piece of the buffer comes from. Merging drops axes of size 1, whose origin is then the fixed index."""
     return piece.origin
-
-
-def _is_fresh(node: fx.Node) -> bool:
-    """A clone is made after the writes that it sees, so its later use is safe unless it is written itself."""
-    return node.target is aten.clone.default
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -90,8 +90,15 @@ def _is_identity(node: fx.Node) -> bool:
         return _is_contiguous(source) and len(node.args) == 1 and "memory_format" not in node.kwargs
     if node.target in _SAME_IF_SAME_META:
         same = source.shape == result.shape and source.dtype == result.dtype and source.device == result.device
-        return same and _same_strides(source, result) and not node.kwargs.get("copy", False)
+        return same and _same_strides(source, result) and not _asks_for_copy(node)
     return False
+
+
+def _asks_for_copy(node: fx.Node) -> bool:
+    """True for ``to(..., copy=True)``, however the argument is passed."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("copy", False))
 
 
 def _is_contiguous(meta: TensorMeta) -> bool:

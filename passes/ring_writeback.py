@@ -31,13 +31,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from cadence_fx.changes import Change, Rejection, register
 from cadence_fx.declared import order_mismatch
+from cadence_fx.effects import base_of
 from cadence_fx.errors import ContractError
 from cadence_fx.movement import MovementMap
 from cadence_fx.passes.eliminate_dead import live_nodes
@@ -91,11 +92,15 @@ class RingWriteback:
             changes.append(Change(self.name, "writeback", writer.link.name, summary))
             if refusal is not None:
                 rejections.append(Rejection(CX403, self.name, writer.link.name, refusal))
+        owned = {link.output for link in context.regions}
+        states = {writer.placeholder for writer in writers}
+        _own_results(flat, results, owned, states)
+        for writer in writers:
+            writer.preserve(states)
         for writer in writers:
             writer.commit()
         for writer in writers:
             writer.replace_input()
-        owned = {link.output for link in context.regions}
         flat.output.args = (tuple(value for i, value in enumerate(results) if i not in owned),)
         return PassResult(flat, tuple(changes), tuple(rejections))
 
@@ -115,6 +120,15 @@ def _check_declared(context: PassContext, writer: RegionWriter, movement: Moveme
     reason = order_mismatch(region, layout, writer.placeholder, link.old, link.grown, start)
     if reason is not None:
         raise ContractError(f"Region {region.name!r}: {reason}")
+
+
+def _own_results(flat: FlatGraph, results: list[Any], owned: set[int | None], states: set[fx.Node]) -> None:
+    """A result that is a view of old state is copied before the state changes."""
+    for i, value in enumerate(results):
+        if i not in owned and isinstance(value, fx.Node) and base_of(value) in states:
+            with flat.graph.inserting_before(flat.output):
+                results[i] = flat.graph.call_function(aten.clone.default, (value,))
+            results[i].meta.update(value.meta)
 
 
 def _live(flat: FlatGraph, context: PassContext, movement: MovementMap) -> set[fx.Node]:

@@ -1,0 +1,134 @@
+"""Twins: the same tensors, containers of their own, and the original never changed."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import weight_norm as hooked_weight_norm  # the spelling that vendors still use
+
+from cadence_fx.twin import make_twin
+
+
+class Settings(dict):
+    """A dict with attributes, as vocoder configurations are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("cache", None)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.history: dict[str, Any] = {}
+        self.log: list[Any] = [[], set()]
+        self.settings = Settings(scale=2.0, sizes=[1, 2])
+        self.ordered = collections.OrderedDict(a=1)
+        self.counts = collections.defaultdict(int)
+        self.plain = torch.ones(4)
+        self.shape = (torch.ones(1), [3])
+        self.again = self.linear
+        self.call = self.scaled
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.history["last"] = x.shape
+        return x * self.settings.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts["calls"] += 1
+        self.log[0].append(1)
+        return self.again(self.call(x)) + self.table
+
+
+def test_a_twin_shares_parameters_and_tensors_and_computes_the_same() -> None:
+    module = Holder()
+    twin = make_twin(module)
+    assert type(twin) is Holder
+    assert all(a is b for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+    assert twin.table is module.table
+    assert twin.plain is module.plain
+    x = torch.randn(2, 4)
+    assert torch.equal(twin(x), module(x))
+    assert twin.state_dict().keys() == module.state_dict().keys()
+
+
+def test_what_a_call_on_the_twin_writes_stays_in_the_twin() -> None:
+    module = Holder()
+    twin = make_twin(module)
+    twin(torch.randn(2, 4))
+    twin.cache = torch.zeros(1)
+    twin.settings["scale"] = 3.0
+    twin.settings.sizes.append(3)
+    twin.ordered["b"] = 2
+    twin.shape[1].append(4)
+    assert module.history == {}
+    assert module.log == [[], set()]
+    assert not module.counts
+    assert module.cache is None
+    assert module.settings == {"scale": 2.0, "sizes": [1, 2]}
+    assert module.ordered == {"a": 1}
+    assert module.shape[1] == [3]
+
+
+def test_containers_keep_their_types() -> None:
+    twin = make_twin(Holder())
+    assert type(twin.settings) is Settings
+    assert twin.settings.scale == 2.0
+    assert type(twin.ordered) is collections.OrderedDict
+    assert twin.counts.default_factory is int
+
+
+def test_a_submodule_used_twice_is_used_twice_by_the_twin() -> None:
+    module = Holder()
+    twin = make_twin(module)
+    assert twin.again is twin.linear
+    assert twin.linear is not module.linear
+
+
+def test_bound_methods_are_bound_to_the_twin() -> None:
+    module = Holder()
+    assert make_twin(module).call.__self__ is not module
+
+
+def test_a_module_that_refers_to_itself_has_a_twin_that_does_too() -> None:
+    module = Holder()
+    module.__dict__["me"] = module
+    module.history["me"] = module.history
+    twin = make_twin(module)
+    assert twin.me is twin
+    assert twin.history["me"] is twin.history
+
+
+def test_hooks_run_on_the_twin_and_are_removed_from_it_alone() -> None:
+    module, seen = Holder(), []
+    module.linear.register_forward_hook(lambda m, args, out: seen.append(m))
+    twin = make_twin(module)
+    twin(torch.randn(1, 4))
+    assert seen == [twin.linear]
+    twin.linear._forward_hooks.clear()
+    assert len(module.linear._forward_hooks) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("spell", [hooked_weight_norm, parametrizations.weight_norm], ids=["hook", "parametrization"])
+def test_both_spellings_of_weight_norm_compute_on_the_twin(spell: Any) -> None:
+    module = nn.Sequential(spell(nn.Conv1d(2, 3, 3)), nn.Tanh())
+    twin = make_twin(module)
+    x = torch.randn(1, 2, 8)
+    before = dict(module[0].__dict__)
+    assert torch.equal(twin(x), module(x))
+    assert twin.state_dict().keys() == module.state_dict().keys()
+    assert all(a is b for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+    twin[0].__dict__["weight"] = torch.zeros(3, 2, 3)
+    assert module[0].__dict__.keys() == before.keys()
+    with torch.no_grad():
+        next(iter(module.parameters())).mul_(2)
+    del twin[0].__dict__["weight"]
+    assert torch.equal(twin(x), module(x))  # an edit of the shared weight reaches both
