@@ -301,9 +301,20 @@ class Compiler:
             return self.memory[target[len("region_") :]].tensor
         if target.startswith("stage_") and target[len("stage_") :] in self.memory.buffers:
             return self.stages.setdefault(target, torch.empty_like(self.memory[target[len("stage_") :]].tensor))
-        value = get_attr(self.traced, flat.attributes[target])
+        path = flat.attributes[target]
+        if path in self.scratch:  # something else than a state's own movement reads it
+            return self._workspace(path)
+        value = get_attr(self.traced, path)
         assert isinstance(value, torch.Tensor)
         return value.detach()
+
+    def _workspace(self, path: str) -> torch.Tensor:
+        """Memory of its own for a scratch buffer: live state that it shares must stay whole until the call commits."""
+        name = f"scratch_{path}"
+        if name not in self.stages:
+            region = next(r for place, r in self._scratch_places() if place.path == path)
+            self.stages[name] = torch.zeros_like(self.memory.scratch(region))
+        return self.stages[name]
 
     def build(self, flat: FlatGraph) -> fx.GraphModule:
         """A GraphModule whose attributes are the very tensors of the module and of the contract."""
