@@ -36,10 +36,11 @@ import torch
 from torch import fx
 
 from cadence_fx.changes import Change, Rejection, register
+from cadence_fx.effects import base_of
 from cadence_fx.movement import MovementMap
 from cadence_fx.passes.eliminate_dead import live_nodes
 from cadence_fx.pipeline import PassContext, PassResult, RegionLink
-from cadence_fx.specialise import FlatGraph, source_of
+from cadence_fx.specialise import FlatGraph, meta_of, source_of
 from cadence_fx.writeback import RegionWriter
 
 __all__ = ["RingWriteback"]
@@ -87,11 +88,12 @@ class RingWriteback:
             changes.append(Change(self.name, "writeback", writer.link.name, summary))
             if refusal is not None:
                 rejections.append(Rejection(CX403, self.name, writer.link.name, refusal))
+        owned = {link.output for link in context.regions}
+        _keep_returned(flat, results, owned, set(by_name.values()) & {w.placeholder for w in writers})
         for writer in writers:
             writer.commit()
         for writer in writers:
             writer.replace_input()
-        owned = {link.output for link in context.regions}
         flat.output.args = (tuple(value for i, value in enumerate(results) if i not in owned),)
         return PassResult(flat, tuple(changes), tuple(rejections))
 
@@ -99,6 +101,16 @@ class RingWriteback:
         inputs = {link.input for link in context.regions}
         left = [n.name for n in flat.graph.nodes if n.op == "placeholder" and n.name in inputs]
         return f"state still enters through {left}" if left else None
+
+
+def _keep_returned(flat: FlatGraph, results: list[object], owned: set[int | None], states: set[fx.Node]) -> None:
+    """Copy what the call returns of a state that it got, before the commit overwrites it."""
+    for i, value in enumerate(results):
+        if i not in owned and isinstance(value, fx.Node) and base_of(value) in states:
+            with flat.graph.inserting_before(flat.output):
+                copy = flat.graph.call_function(aten.clone.default, (value,))
+            copy.meta["val"] = meta_of(value)
+            results[i] = copy
 
 
 def _live(flat: FlatGraph, context: PassContext, movement: MovementMap) -> set[fx.Node]:
