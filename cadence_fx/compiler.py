@@ -14,11 +14,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from cadence_fx.attributes import AttributeWatch
 from cadence_fx.catalog import Signature
 from cadence_fx.changes import Change, Rejection
 from cadence_fx.constants import ConstantPool
 from cadence_fx.contract import Arg, Attr, Contract, Region, Result, Value
-from cadence_fx.effects import base_of
+from cadence_fx.effects import base_of, mutated_bases
 from cadence_fx.errors import ContractError, TraceError
 from cadence_fx.extents import region_extents, retained
 from cadence_fx.memory import Memory, dtype_of
@@ -32,6 +33,10 @@ from cadence_fx.twin import make_twin
 __all__ = ["Compiler", "Program"]
 
 SYMBOLIC_FROM = 3  # extents; each symbol makes tracing slower, and with few values a trace per value is cheaper
+CALL_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
 _OPEN = object()  # an argument whose value the signature has yet to give
 
 
@@ -45,7 +50,7 @@ class Program:
         links: how each state region is touched; extents before and after.
         out_spec, state_at: structure of the result, and region name -> index among its leaves.
         depends: attributes that hoisted constants come from.
-        stages: names of the staging buffers that the graph uses.
+        writes: attributes of the module, no scratch, that the graph itself writes in place.
     """
 
     signature: Signature
@@ -59,6 +64,7 @@ class Program:
     changes: tuple[Change, ...]
     rejections: tuple[Rejection, ...]
     depends: frozenset[str]
+    writes: frozenset[str]
     nodes_before: int
     nodes_after: int
     seconds: float
@@ -99,15 +105,25 @@ class Compiler:
             raise ContractError(f"skip names no pass: {sorted(unknown)}; passes are {[p.name for p in self.passes]}")
         if self.parameters is None:
             self.parameters = inspect.signature(self.module.forward)
+        self.stages: dict[str, torch.Tensor] = {}
+        self.restart()
+        self.scratch = frozenset(place.path for place, _ in self.scratch_places())
+        self._template()  # an argument that nobody declares is an error now and not at the first call
+
+    def restart(self) -> None:
+        """Make a new twin to trace, after the module's attributes, submodules or hooks changed; all traces are forgotten."""
         self.traced = make_twin(self.module, share_parameters=True)
+        for name in CALL_HOOKS:  # those of the module itself run where it is called, around a replay too
+            self.traced.__dict__[name].clear()
+        if getattr(self.traced.__dict__.get("forward"), "cadence_stock", False):
+            del self.traced.__dict__["forward"]  # the fallback's wrapper, which calls the module itself
+        self.watch = AttributeWatch(self.module, self.traced)
         shrink_tables(self.traced, self.contract, self.memory.device)
         self._drop_scratch()
         self.tracer = Tracer(self.traced, [b.path for b in self.contract.boundaries])
         self.traces: dict[tuple[Any, ...], list[Trace]] = {}
-        self.stages: dict[str, torch.Tensor] = {}
-        self.scratch = frozenset(place.path for place, _ in self.scratch_places())
+        self.constants.clear()
         self.spare: dict[str, torch.Tensor] = {}
-        self._template()  # an argument that nobody declares is an error now and not at the first call
 
     @contextmanager
     def _scratch(self) -> Iterator[None]:
@@ -202,7 +218,7 @@ class Compiler:
             if isinstance(trace.bind(shapes, dtypes), dict):
                 return trace, tensors
         start = time.perf_counter()
-        with self._scratch():
+        with self._scratch(), self.watch.recording():
             trace = self.tracer.trace(args, dynamic)
         self.seconds["trace"] = self.seconds.get("trace", 0.0) + time.perf_counter() - start
         reason = trace.bind(shapes, dtypes)
@@ -219,7 +235,7 @@ class Compiler:
         places = tuple(Arg(*(_key(k) for k in path)) for path, leaf in keyed if isinstance(leaf, torch.Tensor))
         names = ["_".join(str(k) for k in place.keys) for place in places]
         start = time.perf_counter()
-        with self._scratch():
+        with self._scratch(), self.watch.recording():
             flat = specialise(self.tracer, trace, [t.shape for t in tensors], [t.dtype for t in tensors], names)
         self.seconds["specialise"] = self.seconds.get("specialise", 0.0) + time.perf_counter() - start
         return flat, places, trace
@@ -293,12 +309,22 @@ class Compiler:
         return Program(
             signature, module.forward, module, result.flat, inputs, links, flat.out_spec,
             {link.name: link.output for link in links if link.output is not None}, result.changes, result.rejections,
-            depends, before, result.flat.calls(), time.perf_counter() - start,
+            depends, self._written(result.flat), before, result.flat.calls(), time.perf_counter() - start,
         )  # fmt: skip
 
+    def _written(self, flat: FlatGraph) -> frozenset[str]:
+        targets = {str(n.target) for n in mutated_bases(flat.graph.nodes) if n.op == "get_attr"}
+        paths = {flat.attributes[t] for t in targets if t in flat.attributes and t not in flat.constants}
+        return frozenset(paths & set(dict(self.traced.named_buffers()))) - self.scratch
+
     def refresh(self) -> None:
-        """Forget what was computed from weights; traces stay, since they hold no values."""
+        """Forget what was computed from weights and buffers; traces stay, since they hold no values."""
         self.constants.clear()
+        kept = self.scratch | {r.enters.path for r in self.contract.regions if isinstance(r.enters, Attr)}
+        for (prefix, mine), traced in zip(self.module.named_modules(), self.traced.modules(), strict=True):
+            for name, buffer in mine._buffers.items():
+                if f"{prefix}.{name}".lstrip(".") not in kept:
+                    traced._buffers[name] = buffer
 
     def fetch(self, flat: FlatGraph, target: str) -> torch.Tensor:
         """The tensor behind a get_attr node: a lifted or hoisted constant, a region's buffer, or the module's own attribute."""

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from cadence_fx.catalog import Signature, signatures
-from cadence_fx.compiler import Compiler, Program, describe
+from cadence_fx.compiler import CALL_HOOKS, Compiler, Program, describe
 from cadence_fx.contract import Arg, Contract, Entry
-from cadence_fx.errors import AdmissionError, ContractError
+from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.memory import Memory, dtype_of
 from cadence_fx.modes import ambient_modes, changed_modes
+from cadence_fx.pipeline import PassError
 from cadence_fx.places import bind, get_path, set_path
 from cadence_fx.shadow import ShadowAudit
 from cadence_fx.stock import Stock
@@ -31,6 +32,10 @@ from cadence_fx.twin import make_twin
 from cadence_fx.weights import WeightWatch
 
 __all__ = ["CadenceModule", "eager"]
+
+STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 
 _eager: ContextVar[bool] = ContextVar("cadence_fx_eager", default=False)
 Progress = Callable[[int, int, str], None]
@@ -57,7 +62,7 @@ class CadenceModule(torch.nn.Module):
         compiler = Compiler(twin, contract, memory, calls, skip=skip)
         stock = Stock(twin, contract, memory)
         # The same dicts as the twin's: state_dict, parameters(), .to() and attribute access see one module.
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *STATE_HOOKS, *CALL_HOOKS):
             self.__dict__[name] = twin.__dict__[name]
         self.training = module.training
         hidden = self.__dict__
@@ -70,7 +75,8 @@ class CadenceModule(torch.nn.Module):
         hidden["_calls"] = calls
         hidden["_table"] = _SignatureTable(contract, compiler)
         hidden["_modes"] = ambient_modes(memory.device.type)
-        hidden["_weights"] = WeightWatch(twin)
+        hidden["_weights"] = WeightWatch(twin, compiler.scratch)
+        hidden["_refused"] = dict[Signature, str]()
         hidden["_sealed"], hidden["_strict"], hidden["_audit"] = False, False, None
         for entry in contract.entries:
             hidden[entry.method] = functools.partial(self._entry, entry)
@@ -80,6 +86,15 @@ class CadenceModule(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["stock"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are the twin's, so that stock runs see what a user sets."""
+        if name == "training":
+            object.__setattr__(self, name, value)
+        setattr(self.__dict__["stock"], name, value) if "stock" in self.__dict__ else super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["stock"], name)
 
     # ------------------------------------------------------------------------------------------- calls
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,15 +122,29 @@ class CadenceModule(torch.nn.Module):
         modes = ambient_modes(self.memory.device.type)
         if modes != self._modes:
             return f"mode changed: {changed_modes(self._modes, modes)}"
+        changed = self.compiler.watch.changed()
+        if changed:
+            if self._refused and not self._programs:
+                return next(iter(self._refused.values()))
+            if self._programs or self._sealed:
+                return f"module changed: {changed}"
+            self._restart()
         edited = self._weights.edited()
         if edited:
             self._outdated(edited)
-        program = self._programs.get(signature)
-        if program is None:
-            if self._sealed:
-                return "not compiled before seal()"
-            program = self._compile(signature)
-        return program, state
+        program = self._programs.get(signature) or self._late(signature)
+        return program if isinstance(program, str) else (program, state)
+
+    def _late(self, signature: Signature) -> Program | str:
+        """The program of a signature that no warm-up has compiled, or the reason why there is none."""
+        if self._sealed:
+            return "not compiled before seal()"
+        if signature not in self._refused:
+            try:
+                return self._compile(signature)
+            except (TraceError, PassError) as error:
+                self._refused[signature] = f"not compiled: {error}"
+        return self._refused[signature]
 
     def _state(self, bound: dict[str, Any]) -> dict[str, torch.Tensor] | str:
         """State tensors by region, cut to the demanded shape.
@@ -147,6 +176,8 @@ class CadenceModule(torch.nn.Module):
         expected = None if audit is None else audit.expected(program, inputs, state)
         with torch.no_grad():
             outputs = program.run(*inputs)
+        if program.writes:
+            self._weights.accept(program.writes)
         for link in program.links:
             self.memory[link.name].extent = link.new if link.dim is not None else 0
         self._counts["plan"] += 1
@@ -209,6 +240,14 @@ class CadenceModule(torch.nn.Module):
         self.compiler.refresh()
         self._programs.clear()
 
+    def _restart(self) -> None:
+        """Attributes, submodules or hooks were changed: trace the module as it is now."""
+        self._counts["restarted"] += 1
+        self.compiler.restart()
+        self._programs.clear()
+        self._refused.clear()
+        self.__dict__["_weights"] = WeightWatch(self.stock, self.compiler.scratch)
+
     def warmup(self, which: str = "steady", progress: Progress | None = None) -> CadenceModule:
         """Compile signatures before traffic.
 
@@ -220,6 +259,8 @@ class CadenceModule(torch.nn.Module):
             raise ContractError(f"warmup: which is {which!r}; expected 'steady' or 'all'")
         wanted = signatures(self.contract, steady_only=which == "steady")
         with self._lock:
+            if self.compiler.watch.changed():
+                self._restart()
             for i, signature in enumerate(wanted):
                 if signature not in self._programs:
                     self._compile(signature)

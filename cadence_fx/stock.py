@@ -42,7 +42,9 @@ class Stock:
         if self.scratch:
             forward = type(twin).forward.__get__(twin) if "forward" not in twin.__dict__ else twin.forward
             # Users may call fast.stock(...) themselves.
-            twin.__dict__["forward"] = lambda *args, **kwargs: self._inside(forward, args, kwargs)
+            wrapper = lambda *args, **kwargs: self._inside(forward, args, kwargs)  # noqa: E731
+            wrapper.cadence_stock = True  # type: ignore[attr-defined]
+            twin.__dict__["forward"] = wrapper
 
     def _drop(self) -> None:
         for place, region in self.scratch:
