@@ -1,5 +1,9 @@
 """Exact replay of streaming speech decoders from a declaration of their clocks."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from cadence_fx.contract import (
     Arg,
     Attr,
@@ -17,9 +21,11 @@ from cadence_fx.contract import (
 )
 from cadence_fx.errors import AdmissionError, CadenceError, ContractError, TraceError, VerificationError
 from cadence_fx.explain import explain
-from cadence_fx.module import CadenceModule, eager, transform
 from cadence_fx.report import Report
 from cadence_fx.retention import START, KeepAll, KeepEnds, Pinned, Ring, Window
+
+if TYPE_CHECKING:
+    from cadence_fx.module import CadenceModule, eager, transform
 
 __version__ = "0.1.0"
 
@@ -54,3 +60,14 @@ __all__ = [
     "explain",
     "transform",
 ]
+
+# What needs torch is imported on first use: a contract and its report need none.
+_LAZY = {"CadenceModule", "eager", "transform"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from cadence_fx import module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'cadence_fx' has no attribute {name!r}")

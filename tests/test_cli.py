@@ -54,11 +54,13 @@ class FakeReport:
 @dataclass
 class FakeResult:
     ok: bool = True
+    module: Any = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "family": "token2wav", "device": "cpu", "torch": "2.13.0", "chunks": 2, "bitwise_equal": self.ok,
-            "state_equal": True, "rng_equal": True, "self_agreement": True, "replays": 1,
+            "state_equal": True, "rng_equal": True, "self_agreement": True, "replays": 1, "plan": 1,
+            "sha256": "ab" * 32,
             "first_mismatch": None if self.ok else "chunk 1: pcm[0, 17] is 0.5, stock gives 0.25",
             "eager": {"outside the catalog": 1}, "catalog": ["chunk@302"], "bytes": {"stock": 2, "ours": 1},
         }  # fmt: skip
@@ -69,7 +71,7 @@ class Fakes:
 
     def __init__(self) -> None:
         self.calls: dict[str, Any] = {}
-        self.result = FakeResult()
+        self.result = FakeResult(module=SimpleNamespace(report=FakeReport()))
         self.error: Exception | None = None
 
     def verify(
