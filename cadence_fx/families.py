@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cadence_fx.contract import Contract, suggest
-from cadence_fx.errors import CadenceError
+from cadence_fx.contract import Contract
+from cadence_fx.errors import CadenceError, suggest
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
 
 __all__ = ["FAMILIES", "Family", "load"]

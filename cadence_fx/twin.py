@@ -62,14 +62,14 @@ def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
     if isinstance(value, dict):
         # OrderedDict (hooks) and a configuration's own class keep their type, which their copy() need not do.
-        copied = copy.copy(value)
-        memo[id(value)] = copied
+        mapping = copy.copy(value)
+        memo[id(value)] = mapping
         for key, item in value.items():
             if (twin := _twin_value(item, memo)) is not item:
-                copied[key] = twin
-        return copied
+                mapping[key] = twin
+        return mapping
     if kind in (list, set):
-        copied = kind()
+        copied: Any = kind()
         memo[id(value)] = copied
         items = [_twin_value(v, memo) for v in value]
         copied.extend(items) if kind is list else copied.update(items)
