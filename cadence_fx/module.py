@@ -148,7 +148,10 @@ class CadenceModule(torch.nn.Module):
             return "not compiled before seal()"
         if signature not in self._refused:
             try:
-                return self._compile(signature)
+                program = self._compile(signature)
+                # What this trace was the first to read may have been edited before.
+                changed = self.compiler.watch.changed()
+                return f"module changed: {changed}" if changed else program
             except (TraceError, PassError) as error:
                 self._refused[signature] = f"not compiled: {error}"
         return self._refused[signature]
@@ -249,13 +252,16 @@ class CadenceModule(torch.nn.Module):
 
     # ------------------------------------------------------------------------------------------- programs
     def _compile(self, signature: Signature) -> Program:
+        if not self.compiler.traces:
+            self.compiler.restart()  # nothing has been read yet, so nothing has been watched
         program = self.compiler.compile(signature)
         self._programs[signature] = program
         self._counts["compiled"] += 1
         return program
 
     def _outdated(self, edited: Sequence[str]) -> None:
-        """Weights were edited: forget the constants and programs that came from them."""
+        """Weights were edited: forget the constants and programs that came from them, and why others had failed."""
+        self._refused.clear()
         self._counts["weights edited"] += 1
         self.compiler.refresh()
         self._forget()
@@ -288,12 +294,32 @@ class CadenceModule(torch.nn.Module):
         with self._lock:
             if not self._programs:
                 self.__dict__["_modes"] = ambient_modes(self.memory.device.type)
-            for i, signature in enumerate(wanted):
-                program = self._programs.get(signature) or self._compile(signature)
-                if self._captures is not None:
-                    self._captures.capture(program)
-                if progress is not None:
-                    progress(i + 1, len(wanted), describe(signature))
+            if self.compiler.watch.changed():
+                self._restart()
+            self._compile_all(wanted, progress)
+            if self.compiler.watch.changed():  # a trace was the first to read what had been edited
+                self._restart()
+                self._compile_all(wanted, None)
+        return self
+
+    def _compile_all(self, wanted: Sequence[Signature], progress: Progress | None) -> None:
+        edited = self._weights.edited()
+        if edited:
+            self._outdated(edited)
+        for i, signature in enumerate(wanted):
+            program = self._programs.get(signature) or self._compile(signature)
+            if self._captures is not None:
+                self._captures.capture(program)
+            if progress is not None:
+                progress(i + 1, len(wanted), describe(signature))
+
+    def refresh(self) -> CadenceModule:
+        """Forget what was computed from weights, and compile again on the next calls.
+
+        Edits are noticed by themselves, but for those through ``parameter.data``, which leave no trace in the parameter.
+        """
+        with self._lock:
+            self._outdated(("refresh()",))
         return self
 
     def seal(self, strict: bool = False) -> CadenceModule:
