@@ -51,8 +51,7 @@ def flat_of(function: Any, *inputs: Any) -> FlatGraph:
         _Filler(module).run(*[copy_of(v) for v in inputs])
         for key, value in kept.items():
             constants[key].copy_(value)
-    _, spec = pytree.tree_flatten(tuple(graph.output_node().args[0]))
-    return FlatGraph(graph, spec, {}, constants)
+    return FlatGraph(graph, pytree.tree_flatten(graph.output_node().args[0])[1], {}, constants)
 
 
 def place_by(flat: FlatGraph, *where: tuple[int, tuple[tuple[str, int], ...]]) -> FlatGraph:
