@@ -427,7 +427,7 @@ class Bench:
         """Outputs of a graph; scratch and generator are as before each run, so that two graphs can be compared."""
         torch.manual_seed(seed)
         with torch.no_grad():
-            return list(self.compiler.build(flat).forward(*inputs))
+            return list(self.compiler.build(flat.copy()).forward(*inputs))
 
 
 def bench(toy: Toy, call: str | None = None, state: State | None = None, **changed: Any) -> Bench:
