@@ -384,7 +384,7 @@ def _adopt_regime(trace: Trace, inputs: Sequence[Any], outer: dict[sympy.Symbol,
             if _hint(size) > 1
         ]
     for guard in trace.guards:
-        expr = guard.expr.xreplace(outer)  # type: ignore[arg-type]
+        expr = guard.expr.xreplace(outer)
         found += expr.args if isinstance(expr, sympy.And) else [expr]
     for expr in found:
         if expr != sympy.true:
