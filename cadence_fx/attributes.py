@@ -8,6 +8,7 @@ module's Python would write on each call, a replay would not: such a module is r
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import getitem, is_
@@ -23,6 +24,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DEPTH = 3  # how far a value is followed into containers and configuration objects
 _ABSENT = object()
+_OWN = frozenset(torch.nn.Module().__dict__) - {"training"}  # the bookkeeping of torch.nn.Module itself
 _lock = threading.Lock()
 
 
@@ -75,7 +77,10 @@ class AttributeWatch:
         before = [_Contents(t) for _, _, t in self._pairs]
         events: list[_Event] = []
         try:
-            with _lock, _recorded(self._index, events):
+            with _lock, warnings.catch_warnings(), _recorded(self._index, events):
+                warnings.filterwarnings(
+                    "ignore", "The tensor attribute"
+                )  # torch.export names the ones that are judged here
                 yield
         finally:
             inside = [(i, name) for i, kept in enumerate(before) for name in kept.restore()]
@@ -85,7 +90,7 @@ class AttributeWatch:
             f"{self._pairs[i][0]}.{name}".lstrip(".") for i, name in (*written, *inside) if (i, name) not in temporary
         ]
         for event in events:
-            if not event.wrote and (event.module, event.name) not in self._seen | temporary:
+            if not event.wrote and event.name not in _OWN and (event.module, event.name) not in self._seen | temporary:
                 self._seen.add((event.module, event.name))
                 self._watch(event.module, event.name)
         if changed:
@@ -106,7 +111,7 @@ class AttributeWatch:
 
     def _follow(self, container: Any, key: Any, value: Any, label: str, depth: int) -> None:
         """Expect ``value`` (of the traced twin) at ``container[key]`` (of the module), and what lies below it."""
-        if isinstance(value, _PLAIN):
+        if _is_plain(value):
             self._expect(container, key, value, label)
             return
         try:
@@ -158,17 +163,18 @@ class AttributeWatch:
                 return self.names[i]
             if found is self.expected[i]:
                 continue
-            if (
-                isinstance(found, _PLAIN)
-                and type(found) is type(self.expected[i])
-                and repr(found) == repr(self.expected[i])
-            ):
+            if _is_plain(found) and _same(found, self.expected[i]):
                 self.expected[i] = found  # another object of the same value
                 continue
             return self.names[i]
         if list(map(len, self.sized)) != self.sizes:
             return "number of items of a container, submodules or hooks"
         return None if self._any_hooks or not any(self._hooks) else "forward hooks"
+
+
+def _is_plain(value: Any) -> bool:
+    """A value that cannot be changed in place."""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _simple(items: list[tuple[Any, Any]]) -> bool:

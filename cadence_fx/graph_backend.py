@@ -48,8 +48,8 @@ class GraphBackend(Protocol):
         """Launch on the current stream. If ``draws``, the device's generator is read and moved as the run would."""
         ...
 
-    def drop(self, graphs: Sequence[Any]) -> None:
-        """Destroy graphs, after all work on them is done."""
+    def drop(self, graphs: Sequence[Any], event: Any) -> None:
+        """Destroy graphs, after the event of their last replay."""
         ...
 
     def position(self) -> torch.Tensor: ...
@@ -60,7 +60,9 @@ class GraphBackend(Protocol):
 
     def reserved_bytes(self) -> int: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for the current stream. Waiting for the device would break a capture of another thread."""
+        ...
 
     def record(self) -> Any:
         """An event after all work of the current stream so far."""
@@ -133,7 +135,7 @@ class CudaBackend:
         generator = self.generator
         shared, private = generator.graphsafe_get_state(), generator.clone_state()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         # Memory cached outside the pool is of no use to the graph; torch.cuda.graph does the same.
         torch.cuda.empty_cache()
         # A cast that autocast caches while capturing would live in the pool and be handed to eager code later.
@@ -154,7 +156,6 @@ class CudaBackend:
             finally:
                 generator.graphsafe_set_state(shared)
                 torch.clear_autocast_cache()
-        torch.cuda.synchronize(self.device)
         return CudaGraphHandle(graph, private), result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
@@ -172,8 +173,6 @@ class CudaBackend:
             graph.reset()
         # The pinned-memory allocator may keep a pointer to a graph whose capture never ended properly.
         self._abandoned.append(graph)
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self.device)
 
     def replay(self, graph: CudaGraphHandle, draws: bool) -> None:
         if not draws:
@@ -184,8 +183,9 @@ class CudaBackend:
         graph.graph.replay()
         generator.set_state(graph.generator.get_state())
 
-    def drop(self, graphs: Sequence[CudaGraphHandle]) -> None:
-        torch.cuda.synchronize(self.device)
+    def drop(self, graphs: Sequence[CudaGraphHandle], event: Any) -> None:
+        if event is not None:
+            event.synchronize()
         for graph in graphs:
             graph.graph.reset()
 
@@ -202,7 +202,7 @@ class CudaBackend:
         return torch.cuda.memory_reserved(self.device)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
 
     def record(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx.captures import Captures
 from cadence_fx.catalog import Signature, signatures
 from cadence_fx.compiler import CALL_HOOKS, Compiler, Program, describe
 from cadence_fx.contract import Arg, Contract, Entry
@@ -54,7 +56,9 @@ def eager() -> Iterator[None]:
 class CadenceModule(torch.nn.Module):
     """See `cadence_fx.transform`. Parameters, buffers and submodules are those of the fallback twin, `stock`."""
 
-    def __init__(self, module: torch.nn.Module, contract: Contract, device: torch.device, skip: frozenset[str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, contract: Contract, device: torch.device, skip: frozenset[str], backend: str, streams: int
+    ) -> None:
         super().__init__()
         twin = make_twin(module)
         calls = inspect.signature(module.forward)
@@ -69,9 +73,10 @@ class CadenceModule(torch.nn.Module):
         hidden["stock"] = twin
         hidden["contract"], hidden["compiler"], hidden["memory"] = contract, compiler, memory
         hidden["_stock"] = stock
+        hidden["_captures"] = Captures(contract, compiler, memory, stock, streams) if backend == "cuda" else None
         hidden["_programs"] = dict[Signature, Program]()
         hidden["_lock"] = threading.RLock()
-        hidden["_counts"], hidden["_reasons"] = Counter[str](), Counter[str]()
+        hidden["_counts"], hidden["_reasons"], hidden["_misses"] = Counter[str](), Counter[str](), Counter[str]()
         hidden["_calls"] = calls
         hidden["_table"] = _SignatureTable(contract, compiler)
         hidden["_modes"] = ambient_modes(memory.device.type)
@@ -120,6 +125,8 @@ class CadenceModule(torch.nn.Module):
         if isinstance(signature, str):
             return signature
         modes = ambient_modes(self.memory.device.type)
+        if not self._programs:
+            self.__dict__["_modes"] = modes  # programs are made under the modes of the first
         if modes != self._modes:
             return f"mode changed: {changed_modes(self._modes, modes)}"
         changed = self.compiler.watch.changed()
@@ -141,7 +148,10 @@ class CadenceModule(torch.nn.Module):
             return "not compiled before seal()"
         if signature not in self._refused:
             try:
-                return self._compile(signature)
+                program = self._compile(signature)
+                # What this trace was the first to read may have been edited before.
+                changed = self.compiler.watch.changed()
+                return f"module changed: {changed}" if changed else program
             except (TraceError, PassError) as error:
                 self._refused[signature] = f"not compiled: {error}"
         return self._refused[signature]
@@ -174,17 +184,30 @@ class CadenceModule(torch.nn.Module):
         self._adopt(state)
         audit: ShadowAudit | None = self._audit
         expected = None if audit is None else audit.expected(program, inputs, state)
-        with torch.no_grad():
-            outputs = program.run(*inputs)
+        outputs = self._execute(program, inputs)
         if program.writes:
             self._weights.accept(program.writes)
         for link in program.links:
             self.memory[link.name].extent = link.new if link.dim is not None else 0
-        self._counts["plan"] += 1
         if audit is not None and expected is not None:
             audit.check(program, expected, self._counts["calls"])
             self._counts["audited"] += 1
         return program.result(outputs, self.memory.hand_out())
+
+    def _execute(self, program: Program, inputs: list[Any]) -> Any:
+        """A replay where there is one, else the program itself: the same operators, launched one by one."""
+        captures: Captures | None = self._captures
+        found: Any = "capture off"
+        if captures is not None:
+            found = captures.run(program, inputs)
+            if not isinstance(found, str):
+                self._counts["replays"] += 1
+                return found
+            self._misses[found] += 1
+        with torch.no_grad():
+            found = program.run(*inputs)
+        self._counts["plan"] += 1
+        return found
 
     def _adopt(self, state: dict[str, torch.Tensor]) -> None:
         """Bring foreign state into the regions by one copy each; resident state costs nothing."""
@@ -229,22 +252,30 @@ class CadenceModule(torch.nn.Module):
 
     # ------------------------------------------------------------------------------------------- programs
     def _compile(self, signature: Signature) -> Program:
+        if not self.compiler.traces:
+            self.compiler.restart()  # nothing has been read yet, so nothing has been watched
         program = self.compiler.compile(signature)
         self._programs[signature] = program
         self._counts["compiled"] += 1
         return program
 
     def _outdated(self, edited: Sequence[str]) -> None:
-        """Weights were edited: forget the constants and programs that came from them."""
+        """Weights were edited: forget the constants and programs that came from them, and why others had failed."""
+        self._refused.clear()
         self._counts["weights edited"] += 1
         self.compiler.refresh()
+        self._forget()
+
+    def _forget(self) -> None:
         self._programs.clear()
+        if self._captures is not None:
+            self._captures.retire()
 
     def _restart(self) -> None:
         """Attributes, submodules or hooks were changed: trace the module as it is now."""
         self._counts["restarted"] += 1
         self.compiler.restart()
-        self._programs.clear()
+        self._forget()
         self._refused.clear()
         self.__dict__["_weights"] = WeightWatch(self.stock, self.compiler.scratch)
 
@@ -258,14 +289,37 @@ class CadenceModule(torch.nn.Module):
         if which not in ("steady", "all"):
             raise ContractError(f"warmup: which is {which!r}; expected 'steady' or 'all'")
         wanted = signatures(self.contract, steady_only=which == "steady")
+        # Largest first: later graphs then find their memory in the pool.
+        wanted = tuple(sorted(wanted, key=lambda s: sum(e for _, e in s.state.extents), reverse=True))
         with self._lock:
+            if not self._programs:
+                self.__dict__["_modes"] = ambient_modes(self.memory.device.type)
             if self.compiler.watch.changed():
                 self._restart()
-            for i, signature in enumerate(wanted):
-                if signature not in self._programs:
-                    self._compile(signature)
-                if progress is not None:
-                    progress(i + 1, len(wanted), describe(signature))
+            self._compile_all(wanted, progress)
+            if self.compiler.watch.changed():  # a trace was the first to read what had been edited
+                self._restart()
+                self._compile_all(wanted, None)
+        return self
+
+    def _compile_all(self, wanted: Sequence[Signature], progress: Progress | None) -> None:
+        edited = self._weights.edited()
+        if edited:
+            self._outdated(edited)
+        for i, signature in enumerate(wanted):
+            program = self._programs.get(signature) or self._compile(signature)
+            if self._captures is not None:
+                self._captures.capture(program)
+            if progress is not None:
+                progress(i + 1, len(wanted), describe(signature))
+
+    def refresh(self) -> CadenceModule:
+        """Forget what was computed from weights, and compile again on the next calls.
+
+        Edits are noticed by themselves, but for those through ``parameter.data``, which leave no trace in the parameter.
+        """
+        with self._lock:
+            self._outdated(("refresh()",))
         return self
 
     def seal(self, strict: bool = False) -> CadenceModule:
@@ -291,7 +345,7 @@ class CadenceModule(torch.nn.Module):
             extra = {k: v for k, v in self._counts.items() if k not in counts}
             return {
                 **counts, **extra, "eager": dict(self._reasons), "programs": len(self._programs),
-                "state_bytes": self.memory.nbytes, "constant_bytes": self.compiler.constants.nbytes(self.parameters()),
+                "misses": dict(self._misses), "state_bytes": self.memory.nbytes, "constant_bytes": self.compiler.constants.nbytes(self.parameters()),
             }  # fmt: skip
 
     @property
@@ -380,6 +434,8 @@ def transform(
     *,
     skip: Sequence[str] = (),
     device: torch.device | str | None = None,
+    backend: str = "auto",
+    streams: int = 4,
 ) -> CadenceModule:
     """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
 
@@ -391,6 +447,9 @@ def transform(
         contract: its declaration.
         skip: names of passes to leave out.
         device: of the state; the parameters' by default.
+        backend: "cuda" captures one graph per signature in `CadenceModule.warmup`, "plan" runs the rewritten graph operator by
+            operator, "auto" is "cuda" where the state is on a GPU and CADENCE_CAPTURE is not 0.
+        streams: streams that a capture may use for independent branches.
 
     Raises:
         ContractError: the module is in training mode, or lacks something that the contract names.
@@ -403,4 +462,11 @@ def transform(
         if not callable(getattr(module, entry.method, None)):
             raise ContractError(f"entry {entry.method!r}: {type(module).__name__} has no such method")
     where = torch.device(device) if device is not None else next((p.device for p in module.parameters()), torch.device("cpu"))
-    return CadenceModule(module, contract, where, frozenset(skip))
+    if backend not in ("auto", "cuda", "plan"):
+        raise ContractError(f"transform: backend is {backend!r}; expected 'auto', 'cuda' or 'plan'")
+    if backend == "cuda" and where.type != "cuda":
+        raise ContractError(f"transform: backend 'cuda' needs the state on a GPU, it is on {where}; use 'plan'")
+    if backend == "auto":
+        captured = where.type == "cuda" and os.environ.get("CADENCE_CAPTURE", "1") != "0"
+        backend = "cuda" if captured else "plan"
+    return CadenceModule(module, contract, where, frozenset(skip), backend, streams)

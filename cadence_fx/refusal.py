@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from cadence_fx.bits import Difference
 from cadence_fx.changes import CODES, register
 
@@ -21,6 +23,7 @@ __all__ = [
     "RUN_FAILED",
     "SEALED",
     "Refusal",
+    "refusal_of",
 ]
 
 ALREADY_CAPTURING = register("CX501", "another capture is active")
@@ -60,3 +63,10 @@ class Refusal:
         """JSON-safe values."""
         located = None if self.difference is None else self.difference.to_dict()
         return {"code": self.code, "reason": self.reason, "detail": self.detail, "difference": located}
+
+
+def refusal_of(error: Exception, code: str, reason: str) -> Refusal:
+    """The refusal for something that raised; memory that ran out has its own code."""
+    if isinstance(error, torch.OutOfMemoryError):
+        code, reason = OUT_OF_MEMORY, "out of memory"
+    return Refusal(code, reason, f"{type(error).__name__}: {error}")

@@ -24,13 +24,14 @@ from cadence_fx import refusal as codes
 from cadence_fx.certify import certify
 from cadence_fx.graph_backend import CudaBackend, GraphBackend, collector_paused
 from cadence_fx.live_state import Generators, StartState
-from cadence_fx.refusal import Refusal
+from cadence_fx.refusal import Refusal, refusal_of
 from cadence_fx.staging import CapturedInput, copies_of, nbytes_of, writable
 
 __all__ = ["Binding", "CudaBackend", "ExactShapeReplay", "GraphBackend", "Refusal"]
 
-# Graphs of engines that were dropped while a capture was active, when nothing may be destroyed.
-_deferred: list[tuple[GraphBackend, list[Any]]] = []
+# Retired graphs with the event of their last replay: nothing may be destroyed while a capture is active.
+_deferred: list[tuple[GraphBackend, list[Any], Any]] = []
+_one_capture = threading.RLock()  # at a time in the process; always taken after an engine's own lock
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ class ExactShapeReplay:
             compared: what of the buffers must agree afterwards; all of ``aliased`` if None.
             alias: replays return the static outputs instead of copies.
         """
-        with self._lock, self.backend.active(), torch.inference_mode(False), torch.no_grad():
+        with self._lock, _one_capture, self.backend.active(), torch.inference_mode(False), torch.no_grad():
             known = self._entries.get(key)
             if known is not None:
                 return known.binding
@@ -181,7 +182,7 @@ class ExactShapeReplay:
             self._counts["captures"] += 1
             return entry.binding
         except Exception as error:  # noqa: BLE001 - whatever a run raises, the key runs as stock from now on
-            return _refusal_of(error, *stage)
+            return refusal_of(error, *stage)
         finally:
             self._put_back(state, generators)
 
@@ -221,11 +222,12 @@ class ExactShapeReplay:
         if self._pool is None:
             # A stream that no warm-up used: library workspaces then come from the pool and live as long as its graphs.
             self._pool, self._stream = self.backend.new_pool(), self.backend.new_stream()
-        before = self.backend.reserved_bytes()
+        before, pool, stream = self.backend.reserved_bytes(), self._pool, self._stream
+        if not self._graphs:
+            self._pool = None  # until a capture succeeds: an allocator may not take up an abandoned pool again
         with collector_paused():
-            graph, result = self.backend.capture(
-                lambda: call.run(*[i.static for i in held]), self._pool, self._stream, draws
-            )
+            graph, result = self.backend.capture(lambda: call.run(*[i.static for i in held]), pool, stream, draws)
+        self._pool = pool
         self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
         measured = max(0, self.backend.reserved_bytes() - before) + sum(i.staged for i in held)
         self._counts["measured_bytes"] += measured
@@ -305,7 +307,7 @@ class ExactShapeReplay:
         """Drop all graphs, at once; while a capture is active, at the next chance after it. Failed keys stay failed."""
         with self._lock:
             if self._graphs:
-                _deferred.append((self.backend, self._graphs))
+                _deferred.append((self.backend, self._graphs, self._event))
             self._counts["retired"] += len(self._graphs)
             self._counts["predicted_bytes"] = self._counts["measured_bytes"] = 0
             self._graphs, self._pool, self._stream = [], None, None
@@ -333,15 +335,13 @@ class ExactShapeReplay:
 
 def _bury() -> None:
     """Destroy graphs of retired generations, unless a capture is active."""
-    for item in list(_deferred):
-        backend, graphs = item
-        with backend.active():
-            if not backend.is_capturing():
-                _deferred.remove(item)
-                backend.drop(graphs)
-
-
-def _refusal_of(error: Exception, code: str, reason: str) -> Refusal:
-    if isinstance(error, torch.OutOfMemoryError):
-        code, reason = codes.OUT_OF_MEMORY, "out of memory"
-    return Refusal(code, reason, f"{type(error).__name__}: {error}")
+    if not _deferred or not _one_capture.acquire(blocking=False):
+        return
+    try:
+        for item in [i for i in _deferred if not i[0].is_capturing()]:
+            _deferred.remove(item)
+            backend, graphs, event = item
+            with backend.active():
+                backend.drop(graphs, event)
+    finally:
+        _one_capture.release()

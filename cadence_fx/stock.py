@@ -51,12 +51,18 @@ class Stock:
             set_attr(self.twin, place, torch.empty(0, dtype=dtype_of(region.dtype), device=self.memory.device))
 
     @contextmanager
-    def _buffers(self, demand: bool) -> Iterator[None]:
+    def _buffers(self, demand: bool, own: bool = False) -> Iterator[None]:
         """Scratch for one call: at the vendor's sizes, or at the demanded ones, sharing the state's memory."""
         for place, region in self.scratch:
-            shape = region.reserved or self.memory.scratch_shape(region)
-            made = self.memory.scratch(region) if demand else torch.zeros(
-                shape, dtype=dtype_of(region.dtype), device=self.memory.device)  # fmt: skip
+            if demand and not own:
+                made = self.memory.scratch(region)
+            else:
+                shape = (
+                    self.memory.scratch_shape(region)
+                    if demand
+                    else region.reserved or self.memory.scratch_shape(region)
+                )
+                made = torch.zeros(shape, dtype=dtype_of(region.dtype), device=self.memory.device)
             set_attr(self.twin, place, made)
         self._depth += 1
         try:
@@ -74,6 +80,11 @@ class Stock:
     def run(self, function: Callable[..., Any], bound: dict[str, Any]) -> Any:
         """A call with bound arguments, as stock."""
         return function(**bound)
+
+    def run_demand(self, bound: dict[str, Any]) -> Any:
+        """A call within the declaration, on scratch of the demanded sizes that is not the state's memory."""
+        with self._buffers(demand=True, own=True):
+            return self.twin.forward(**bound)
 
     def run_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A method of the twin, as stock.

@@ -104,13 +104,11 @@ class Trace:
             if len(expected) != len(found):
                 return f"input {i} has {len(found)} dimensions, the trace has {len(expected)}"
             for dim, (expr, size) in enumerate(zip(expected, found, strict=True)):
-                if expr.is_Symbol:
-                    if values.setdefault(expr, size) != size:
-                        return f"dimension {dim} of input {i} is {size}, expected {values[expr]} as elsewhere"
-                elif expr.is_Integer:
-                    if int(expr) != size:
-                        return f"dimension {dim} of input {i} is {size}, the trace has {expr}"
-                else:
+                if expr.is_Symbol and values.setdefault(expr, size) != size:
+                    return f"dimension {dim} of input {i} is {size}, expected {values[expr]} as elsewhere"
+                if expr.is_Integer and int(expr) != size:
+                    return f"dimension {dim} of input {i} is {size}, the trace has {expr}"
+                if not expr.is_Symbol and not expr.is_Integer:
                     composite.append((i, dim, expr, size))
         for i, dim, expr, size in composite:
             if evaluate(expr, values) != size:

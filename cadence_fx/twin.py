@@ -69,11 +69,11 @@ def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
                 mapping[key] = twin
         return mapping
     if kind in (list, set):
-        copied: Any = kind()
-        memo[id(value)] = copied
-        items = [_twin_value(v, memo) for v in value]
-        copied.extend(items) if kind is list else copied.update(items)
-        return copied
+        items: Any = kind()
+        memo[id(value)] = items
+        twins = [_twin_value(v, memo) for v in value]
+        items.extend(twins) if kind is list else items.update(twins)
+        return items
     if kind is tuple:
         return tuple(_twin_value(v, memo) for v in value)
     return value

@@ -87,7 +87,7 @@ class FakeBackend:
             first = pytree.tree_leaves(graph.outputs)[0]
             first.view(-1).view(torch.int32)[1] ^= 1
 
-    def drop(self, graphs: Any) -> None:
+    def drop(self, graphs: Any, event: Any) -> None:
         self.dropped += list(graphs)
 
     def position(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ class Stream(nn.Module):
         self.window, self.context = window, kernel - 1
         self.conv = nn.Conv1d(WIDTH, WIDTH, kernel)
         self.rows, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
 
     def start(self, batch: int = 1) -> State:
         return {"rows": torch.zeros(batch, 0, WIDTH), "context": torch.zeros(batch, WIDTH, self.context)}

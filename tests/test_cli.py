@@ -66,7 +66,8 @@ class FakeResult:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "family": "token2wav", "device": "cpu", "torch": "2.13.0", "chunks": 2, "bitwise_equal": self.first_mismatch is None,
+            "family": "token2wav", "device": "cpu", "torch": "2.13.0", "chunks": 2,
+            "bitwise_equal": self.first_mismatch is None,
             "state_equal": True, "rng_equal": True, "self_agreement": True, "first_mismatch": self.first_mismatch,
             "replays": 1, "plan": 1, "eager": {"outside the catalog": 1}, "catalog": 3,
             "bytes": {"stock_buffers": 2, "ours_regions": 1},

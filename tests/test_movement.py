@@ -52,13 +52,13 @@ class Recorder(fx.Interpreter):
         return value
 
 
-def check(f: Callable[..., Any], *inputs: torch.Tensor) -> tuple[MovementMap, FlatGraph]:
+def check(f: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> tuple[MovementMap, FlatGraph]:
     """Every output's layout, filled from its sources, is the output."""
-    flat = flat_of(f, *inputs)
+    flat = flat_of(f, a, b)
     owners = [n for n in flat.graph.nodes if n.op == "placeholder"]
     movement = MovementMap(flat, owners)
     recorder = Recorder(fx.GraphModule(torch.nn.Module(), flat.graph), movement.untracked)
-    results = recorder.run(*[t.clone() for t in inputs])
+    results = recorder.run(a.clone(), b.clone())
     for node, result in zip(flat.output.args[0], results, strict=True):  # type: ignore[arg-type]
         layout = movement.content(node)
         if not set(layout.sources()) & set(movement.broken):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -72,41 +72,41 @@ def test_a_path_into_something_else_says_so() -> None:
 
 
 @pytest.fixture
-def module() -> nn.Module:
-    module = nn.Module()
+def module() -> Any:
+    module: Any = nn.Module()
     module.layers = nn.ModuleList([nn.Linear(2, 2), nn.Module()])
     module.layers[1].register_buffer("cache", torch.zeros(2))
     module.layers[1].table = torch.ones(2)
     return module
 
 
-def test_attributes_are_found_by_dotted_path_and_index(module: nn.Module) -> None:
+def test_attributes_are_found_by_dotted_path_and_index(module: Any) -> None:
     assert get_attr(module, "layers.0.weight") is module.layers[0].weight
     assert get_attr(module, Attr("layers.1.table")) is module.layers[1].table
 
 
-def test_a_buffer_stays_registered_when_it_is_set(module: nn.Module) -> None:
+def test_a_buffer_stays_registered_when_it_is_set(module: Any) -> None:
     new = torch.ones(3)
     set_attr(module, "layers.1.cache", new)
     assert module.layers[1].cache is new
     assert "cache" in dict(module.layers[1].named_buffers())
 
 
-def test_a_plain_tensor_attribute_stays_plain(module: nn.Module) -> None:
+def test_a_plain_tensor_attribute_stays_plain(module: Any) -> None:
     new = torch.ones(3)
     set_attr(module, Attr("layers.1.table"), new)
     assert module.layers[1].table is new
     assert "table" not in dict(module.layers[1].named_buffers())
 
 
-def test_a_missing_attribute_is_named(module: nn.Module) -> None:
+def test_a_missing_attribute_is_named(module: Any) -> None:
     with pytest.raises(ContractError, match=r"Module has no attribute 'layers.1.cash'"):
         get_attr(module, "layers.1.cash")
     with pytest.raises(ContractError, match=r"has no attribute 'layers.7.weight'"):
         get_attr(module, "layers.7.weight")
 
 
-def test_method_refuses_what_cannot_be_called(module: nn.Module) -> None:
+def test_method_refuses_what_cannot_be_called(module: Any) -> None:
     assert method(module, "layers.0.forward") == module.layers[0].forward
     with pytest.raises(ContractError, match=r"'layers.1.table' of Module is a Tensor, not a callable"):
         method(module, "layers.1.table")

@@ -229,6 +229,28 @@ def test_a_failed_capture_is_kept_with_its_text_and_never_tried_again(error: Exc
     assert isinstance(eng.capture("other", run, [example()], aliased=run.buffers), Binding)
 
 
+def test_stock_that_differs_only_rarely_is_found_out_before_a_replay_is_blamed() -> None:
+    """G4-01."""
+    runs: list[int] = []
+
+    def stock(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x + (1 if len(runs) < 5 else 2)
+
+    assert refused(engine(FakeBackend()), lambda x: x + 3, reference=stock).code == "CX507"
+
+
+def test_a_pool_whose_first_capture_failed_is_not_used_again() -> None:
+    backend = FakeBackend()
+    eng = engine(backend)
+    backend.capture_error = RuntimeError("no")
+    eng.capture("a", lambda x: x + 1, [example()])
+    backend.capture_error = None
+    for key in "bc":
+        eng.capture(key, lambda x: x + 1, [example()])
+    assert backend.pools == 2
+
+
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
 def test_a_run_that_fails_outside_the_capture_restores_everything(failing: int) -> None:
     backend = FakeBackend()

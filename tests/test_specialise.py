@@ -32,6 +32,7 @@ class Checker(fx.Interpreter):
             assert all(same) or value.numel() == 0, (n, found, expected)
             self.checked += 1
         elif isinstance(value, (list, tuple)) and n.op != "output":
+            assert expected is not None
             assert [m.shape for m in expected] == [tuple(v.shape) for v in value], n
         return value
 

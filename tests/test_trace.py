@@ -101,6 +101,8 @@ def test_a_branch_inside_a_boundary_binds_the_caller() -> None:
 
 
 class Odd(nn.Module):
+    weight: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("weight", torch.randn(WIDTH))
@@ -216,6 +218,8 @@ def everything(module: nn.Module) -> dict[str, Any]:
 
 class Fills(nn.Module):
     """Fills a cache on its first call, counts its calls and remembers a shape."""
+
+    cache: torch.Tensor | None
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,6 +64,8 @@ class Block(nn.Module):
 class NewFirstSolver(nn.Module):
     """Two solver steps of one block; the state goes through a scratch buffer and is handed out as a view of it."""
 
+    scratch: torch.Tensor
+
     def __init__(self, start: int = 6, tail: int = 4, steps: int = 2, limit: int = 64) -> None:
         super().__init__()
         self.block, self.start, self.tail, self.steps = Block(), start, tail, steps
@@ -124,6 +126,8 @@ class CausalConv(nn.Module):
 
 class Istft(nn.Module):
     """A vocoder head: a spectrum of the frames that it remembers and the new ones, to samples."""
+
+    window: torch.Tensor
 
     def __init__(self, kept: int = 4) -> None:
         super().__init__()
@@ -427,7 +431,7 @@ class Bench:
         """Outputs of a graph; scratch and generator are as before each run, so that two graphs can be compared."""
         torch.manual_seed(seed)
         with torch.no_grad():
-            return list(self.compiler.build(flat).forward(*inputs))
+            return list(self.compiler.build(flat.copy()).forward(*inputs))
 
 
 def bench(toy: Toy, call: str | None = None, state: State | None = None, **changed: Any) -> Bench:
