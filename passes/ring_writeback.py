@@ -16,8 +16,7 @@ Before / after, one block of a solver (new elements first, extent 402, 50 new ro
     _ = aten.copy_(region[..., 308:358, :], region[..., 258:308, :])        # at the end: only rows that move, in blocks
 
 How: the segment algebra (`cadence_fx.movement`) says which box of which source every part of the new state is. Compared
-    with
-where the region's rows rest (`cadence_fx.memory`), what already lies where it belongs costs nothing; rows that
+with where the region's rows rest (`cadence_fx.memory`), what already lies where it belongs costs nothing; rows that
 move become ordered, non-overlapping copies (`cadence_fx.moves`); new rows are written once. Everything that changes
 live rows happens at the end of the graph, so a call that fails half-way has changed nothing.
 
