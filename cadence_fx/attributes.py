@@ -78,9 +78,8 @@ class AttributeWatch:
         events: list[_Event] = []
         try:
             with _lock, warnings.catch_warnings(), _recorded(self._index, events):
-                warnings.filterwarnings(
-                    "ignore", "The tensor attribute"
-                )  # torch.export names the ones that are judged here
+                # torch.export names the ones that are judged here.
+                warnings.filterwarnings("ignore", "The tensor attribute")
                 yield
         finally:
             inside = [(i, name) for i, kept in enumerate(before) for name in kept.restore()]

@@ -19,6 +19,8 @@ WIDTH, HEADS, PROMPT, TAIL, CHUNK = 16, 2, 6, 4, 2
 class ToyDecoder(nn.Module):
     """Attention over [new rows | old rows]; the first six and the last four rows are kept, as Token2Wav keeps them."""
 
+    span: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
