@@ -42,8 +42,8 @@ from cadence_fx.effects import base_of
 from cadence_fx.errors import ContractError
 from cadence_fx.movement import MovementMap
 from cadence_fx.passes.eliminate_dead import live_nodes
-from cadence_fx.pipeline import PassContext, PassResult, RegionLink
-from cadence_fx.specialise import FlatGraph, meta_of, source_of
+from cadence_fx.pipeline import PassContext, PassResult
+from cadence_fx.specialise import FlatGraph, source_of
 from cadence_fx.writeback import RegionWriter
 
 __all__ = ["RingWriteback"]
