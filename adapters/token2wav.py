@@ -1,8 +1,8 @@
 """Token2Wav of stepaudio2-minicpmo 0.1.1, the decoder of MiniCPM-o 4.5 and Lychee-FD.
 
-`Token2WavDecoder` is the vendor's per-chunk path (``Token2wav.stream``: flow, retention, vocoder, cross-fade) on the vendor's own
-modules, with state passed in and out instead of kept in attributes and without file and audio input. `contract` is its declaration.
-Only the vendor's submodules are imported: torch, numpy, scipy and einops suffice.
+`Token2WavDecoder` is the vendor's per-chunk path (``Token2wav.stream``: flow, retention, vocoder, cross-fade) on the
+vendor's own modules, with state passed in and out instead of kept in attributes and without file and audio input.
+`contract` is its declaration. Only the vendor's submodules are imported: torch, numpy, scipy and einops suffice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,23 @@ from typing import Any
 import torch
 
 from cadence_fx.contract import (
-    Arg, Attr, Bound, Boundary, Call, Clock, Contract, Entry, Input, RandomStream, Region, Result, Scalar,
+    Arg,
+    Attr,
+    Bound,
+    Boundary,
+    Call,
+    Clock,
+    Contract,
+    Entry,
+    Input,
+    RandomStream,
+    Region,
+    Result,
+    Scalar,
 )  # fmt: skip
 from cadence_fx.errors import CadenceError
 from cadence_fx.retention import START, KeepEnds, Window
-from cadence_fx.traffic import Step
+from cadence_fx.traffic import SessionMemory, Step
 
 __all__ = ["Token2WavDecoder", "build_random", "contract", "script"]
 
@@ -91,7 +103,11 @@ class Token2WavDecoder(torch.nn.Module):
         """
         prompt = state["prompt_frames"]
         mel, cache = self.flow.inference_chunk(
-            token=tokens, spk=speaker, cache={k: state[k] for k in STATE}, last_chunk=last_chunk, n_timesteps=self.n_timesteps
+            token=tokens,
+            spk=speaker,
+            cache={k: state[k] for k in STATE},
+            last_chunk=last_chunk,
+            n_timesteps=self.n_timesteps,
         )
         new: dict[str, Any] = dict(cache)
         for name, dim in (("estimator_att_cache", 4), ("conformer_att_cache", 3)):
@@ -113,7 +129,9 @@ class Token2WavDecoder(torch.nn.Module):
     def _fade(self, speech: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
         half = self.speech_window.shape[0] // 2
         speech = speech.clone()
-        speech[..., :half] = speech[..., :half] * self.speech_window[:half] + tail[..., -half:] * self.speech_window[half:]
+        speech[..., :half] = (
+            speech[..., :half] * self.speech_window[:half] + tail[..., -half:] * self.speech_window[half:]
+        )
         return speech
 
 
@@ -151,7 +169,9 @@ def contract(
         keep = KeepEnds(START, KEPT_FRAMES)
         return state(name, shape, dim=shape.index(None), clock="mel_frame", start=prompts, retain=keep, **declared)
 
-    def scratch(path: str, shape: tuple[int | None, ...], reserved: tuple[int, ...], shares: str | None = None) -> Region:
+    def scratch(
+        path: str, shape: tuple[int | None, ...], reserved: tuple[int, ...], shares: str | None = None
+    ) -> Region:
         growing: dict[str, Any] = {}
         if None in shape:
             keep = KeepEnds(START, KEPT_FRAMES)
@@ -160,7 +180,9 @@ def contract(
                       shares=shares, **growing)  # fmt: skip
 
     def table(path: str, shape: tuple[int, ...], reserved: tuple[int, ...], anchor: Any) -> Region:
-        return Region(path, shape, enters=Attr(path), mutability="constant", lifetime="process", reserved=reserved, anchor=anchor)
+        return Region(
+            path, shape, enters=Attr(path), mutability="constant", lifetime="process", reserved=reserved, anchor=anchor
+        )
 
     def samples(name: str, shape: tuple[int | None, ...]) -> Region:
         return state(name, shape, dim=shape.index(None), clock="sample", retain=Window(VOCODER_FRAMES * HOP))
@@ -207,7 +229,9 @@ def contract(
         scalars=(Scalar(Arg("state", "prompt_frames"), prompts),),
         entries=(Entry("prime", tuple((k, Result(k)) for k in (*STATE, "mel", "source", "speech"))),),
         boundaries=(
-            Boundary(f"{encoder}.forward_chunk"), Boundary(f"{dit}.forward_chunk", "solver_step"), Boundary("hift.forward"),
+            Boundary(f"{encoder}.forward_chunk"),
+            Boundary(f"{dit}.forward_chunk", "solver_step"),
+            Boundary("hift.forward"),
         ),
         admit=(Bound("mel_frame", 2 * (chunk_tokens + LOOKAHEAD)),),
         random=(RandomStream("device", "chunk"),),
@@ -304,7 +328,8 @@ def _bare_package() -> Iterator[None]:
     placed = []
     if "stepaudio2" not in sys.modules:
         spec = importlib.util.find_spec("stepaudio2")
-        assert spec is not None and spec.submodule_search_locations is not None
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
         package = types.ModuleType("stepaudio2")
         package.__path__ = list(spec.submodule_search_locations)
         package.__spec__ = importlib.machinery.ModuleSpec("stepaudio2", None, is_package=True)
@@ -325,7 +350,7 @@ def _bare_package() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------- traffic
 def script(decoder: torch.nn.Module, declared: Contract, seed: int = 0, chunks: int = 12) -> Iterator[Step]:
-    """Traffic that reaches what is hard: start, steady state, flushes, last chunk, turn reset by clones, rollback, two voices.
+    """Traffic that reaches what is hard: start, steady state, flushes, last chunk, turn reset, rollback, two voices.
 
     Yields:
         Steps for `cadence_fx.verify`: ``chunks`` of them are chunks.
@@ -340,13 +365,20 @@ def script(decoder: torch.nn.Module, declared: Contract, seed: int = 0, chunks: 
         return torch.randint(0, 6561, (1, tokens), generator=generator).int().to(device)
 
     voices = [
-        (draw(p // 2), torch.randn(1, p, 80, generator=generator).to(device), torch.randn(1, 192, generator=generator).to(device))
+        (
+            draw(p // 2),
+            torch.randn(1, p, 80, generator=generator).to(device),
+            torch.randn(1, 192, generator=generator).to(device),
+        )
         for p in prompts
     ]
     speaker = 0
 
     def prime(voice: int) -> Step:
-        return Step(f"prime[{prompts[voice]}]", lambda decoder, memory: memory.start(decoder.prime(*voices[voice])))
+        def start(decoder: Any, memory: SessionMemory) -> None:
+            memory.start(decoder.prime(*voices[voice]))
+
+        return Step(f"prime[{prompts[voice]}]", start)
 
     def chunk(name: str, tokens: int, last: bool = False) -> Step:
         ids, voice = draw(tokens), voices[speaker][2]

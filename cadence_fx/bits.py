@@ -41,7 +41,13 @@ class Difference:
         return f"{self.where}{at}: stock has {self.expected}, found {self.found} ({self.count} elements differ)"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"where": self.where, "index": list(self.index), "expected": self.expected, "found": self.found, "count": self.count}
+        return {
+            "where": self.where,
+            "index": list(self.index),
+            "expected": self.expected,
+            "found": self.found,
+            "count": self.count,
+        }
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,9 +14,10 @@ from math import prod
 
 import networkx as nx
 
-from cadence_fx.contract import DTYPE_BYTES, Attr, Call, Contract, Input, Region, suggest
-from cadence_fx.errors import ContractError
+from cadence_fx.contract import Attr, Call, Contract, Input, Region
+from cadence_fx.errors import ContractError, suggest
 from cadence_fx.extents import region_bytes, region_extents, resets, retained
+from cadence_fx.regions import DTYPE_BYTES
 
 __all__ = [
     "MAX_STATES",

@@ -19,20 +19,31 @@ Value = object
 class VerifyStep(Protocol):
     """One compared call, as `cadence_fx.verify` hands it to its progress callback."""
 
-    index: int
-    name: str
-    equal_pcm: bool
-    equal_state: bool
-    equal_rng: bool
-    seconds_stock: float
-    seconds_ours: float
-    how: str
+    # Properties, so that a frozen dataclass is one too.
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def equal_pcm(self) -> bool: ...
+    @property
+    def equal_state(self) -> bool: ...
+    @property
+    def equal_rng(self) -> bool: ...
+    @property
+    def seconds_stock(self) -> float: ...
+    @property
+    def seconds_ours(self) -> float: ...
+    @property
+    def how(self) -> str: ...
 
 
 class VerifyResult(Protocol):
     """What `cadence_fx.verify.verify` returns."""
 
-    ok: bool
+    @property
+    def ok(self) -> bool:
+        """Every bit equal, and the output able to show a difference."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that ``verify --json`` prints."""
@@ -178,15 +189,32 @@ class Show:
         if result.ok:
             self.console.print(f"equal to stock in every bit: {escape(chunks)}", style="green")
         else:
-            self.console.print(f"NOT equal to stock: {escape(chunks)}", style="bold red")
-            self.line(f"first mismatch: {found['first_mismatch']}")
-        if not found["self_agreement"]:
-            self.line("stock does not agree with itself here: its kernels are not deterministic under these flags")
+            for line in failure(found, chunks):
+                self.console.print(escape(line), style="bold red")
         eager = found["eager"]
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in eager.items())
         served = f"replayed {found['replays']}, run from the plan {found['plan']}, run as stock {sum(eager.values())}"
         self.line(f"{served}{reasons}")
         self.line(f"one SHA-256 over all chunks: {found['sha256']}")
+
+
+def failure(found: Mapping[str, Any], chunks: str) -> list[str]:
+    """Why a verification failed: another bit, a stock that differs from itself, or an output that shows nothing."""
+    if found["first_mismatch"]:
+        where = found["first_mismatch"]
+        at = f"{where['where']} at {where['index']}" if where["index"] else where["where"]
+        values = f"stock has {where['expected']}, found {where['found']} ({where['count']} elements differ)"
+        lines = [f"NOT equal to stock: {chunks}"]
+        lines.append(f"first mismatch: step {where['step']} ({where['name']}), {at}: {values}")
+    else:
+        lines = [f"equal, but proves nothing: {chunks}"]
+    if not found["self_agreement"]:
+        lines.append("stock does not agree with itself here: its kernels are not deterministic under these flags")
+    elif not found["first_mismatch"]:
+        distinct, clipped = found["output"].get("distinct", 0), found["output"].get("clipped", 0.0)
+        limits = f"{distinct} distinct values, {clipped:.1%} at the limits".replace("%", " %")
+        lines.append(f"the output is constant or saturated: {limits}")
+    return lines
 
 
 # ------------------------------------------------------------------------------------------ cells

@@ -1,8 +1,8 @@
 """Which nodes of a graph are constants, and their values.
 
-The clock of a node is the join of its inputs' clocks; a pure node over parameters, buffers that no call writes, and literals
-has no clock at all. Its value is computed by running the very operators of the graph on the device they are placed on, so
-that the bits are stock's (an exponential on the CPU is not one on the GPU).
+The clock of a node is the join of its inputs' clocks; a pure node over parameters, buffers that no call writes, and
+literals has no clock at all. Its value is computed by running the very operators of the graph on the device they are
+placed on, so that the bits are stock's (an exponential on the CPU is not one on the GPU).
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class ConstantEvaluator:
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.context.fetch(self.flat, str(node.target))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.value)
+        given: Any = fx.map_arg((node.args, node.kwargs), self.value)
+        args, kwargs = given
         with torch.no_grad():
             if node.target is operator.getitem:
                 return args[0][args[1]]

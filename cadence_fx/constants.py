@@ -1,4 +1,4 @@
-"""The pool of hoisted constants: each value computed once, by the operators that stock runs, and shared by all signatures."""
+"""The pool of hoisted constants: each computed once, by stock's own operators, and shared by all signatures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ConstantPool:
 
     Attributes:
         values: identity -> value.
-        depends: identity -> dotted paths of the attributes that it was computed from; an edit of one of them outdates it.
+        depends: identity -> dotted paths of the attributes that it was computed from: an edit of one outdates it.
     """
 
     values: dict[int, torch.Tensor] = field(default_factory=dict)

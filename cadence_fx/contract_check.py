@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import ContractError, suggest
 
 if TYPE_CHECKING:
     from cadence_fx.contract import Call, Clock, Contract, Region
@@ -47,8 +47,6 @@ def _fail(where: str, field: str, found: object, way_out: str) -> NoReturn:
 
 
 def _known(where: str, field: str, found: str, known: Iterable[str], kind: str) -> None:
-    from cadence_fx.contract import suggest
-
     names = list(known)
     if found not in names:
         _fail(

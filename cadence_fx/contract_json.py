@@ -18,9 +18,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args, get_origin
 
-from cadence_fx import contract as _contract
-from cadence_fx.contract import Arg, Attr, Contract, Result, suggest
-from cadence_fx.errors import ContractError
+from cadence_fx.contract import Arg, Attr, Contract, Result
+from cadence_fx.errors import ContractError, suggest
 from cadence_fx.retention import RULES
 
 __all__ = ["SCHEMA", "from_dict", "from_json", "to_dict", "to_json"]
@@ -111,7 +110,7 @@ def _is_default(field: Field[Any], value: object) -> bool:
 # ---------------------------------------------------------------------------------------------- reading
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls, vars(_contract))
+    return typing.get_type_hints(cls)
 
 
 def _wrong(where: str, found: object, expected: str) -> NoReturn:

@@ -16,9 +16,9 @@ __all__ = ["order_mismatch"]
 def order_mismatch(region: Region, layout: Layout, state: fx.Node, old: int, grown: int, start: int) -> str | None:
     """Why the declared order and retention cannot be the module's, or None.
 
-    Declared and traced are compared for every row of the new state. A region whose slices follow several rules (packed halves, a
-    cache that freezes) agrees in part, which is fine: rewriting follows the trace. Where nothing agrees, the declaration
-    describes another module.
+    Declared and traced are compared for every row of the new state. A region whose slices follow several rules (packed
+    halves, a cache that freezes) agrees in part, which is fine: rewriting follows the trace. Where nothing agrees, the
+    declaration describes another module.
 
     Args:
         layout: the new state as pieces; pieces of ``state`` are old rows, all others are new.
@@ -39,8 +39,9 @@ def order_mismatch(region: Region, layout: Layout, state: fx.Node, old: int, gro
     row, expected, found = first
     other = "old_first" if region.order == "new_first" else "new_first"
     return (
-        f"row {row} of the new state is {_name(found)} in the traced module, but order={region.order!r} with {region.retain} "
-        f"says {_name(expected)}, and no row agrees; if new elements are on the other side, declare order={other!r}"
+        f"row {row} of the new state is {_name(found)} in the traced module, but order={region.order!r} with "
+        f"{region.retain} says {_name(expected)}, and no row agrees; "
+        f"if new elements are on the other side, declare order={other!r}"
     )
 
 

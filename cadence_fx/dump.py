@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from cadence_fx.catalog import Signature
@@ -75,18 +74,20 @@ def source_code(flat: FlatGraph, title: str) -> str:
     for node in flat.graph.nodes:
         meta = meta_of(node)
         if node.op == "get_attr" and meta is not None:
-            comment = f"  # {flat.attributes[str(node.target)]}" if flat.attributes[str(node.target)] != node.target else ""
+            comment = (
+                f"  # {flat.attributes[str(node.target)]}" if flat.attributes[str(node.target)] != node.target else ""
+            )
             lines.append(f"        self.{node.target} = {_tensor(meta)}{comment}\n")
     lines.append("\n" + textwrap.indent(_forward(flat.graph), "    "))
     inputs = [(n.name, meta_of(n)) for n in flat.graph.nodes if n.op == "placeholder"]
     arguments = ", ".join(_tensor(meta) for _, meta in inputs if meta is not None)
     lines.append(f'\n\nif __name__ == "__main__":\n    with torch.no_grad():\n        results = Graph()({arguments})\n')
-    lines.append('    print([tuple(r.shape) if isinstance(r, torch.Tensor) else r for r in results])\n')
+    lines.append("    print([tuple(r.shape) if isinstance(r, torch.Tensor) else r for r in results])\n")
     return "".join(lines)
 
 
 def _forward(graph: fx.Graph) -> str:
-    """fx's own code with the vendor's source line above each group of nodes that it made."""
+    """The code that fx makes with the vendor's source line above each group of nodes that it made."""
     code = graph.python_code("self", verbose=False).src
     by_name = {node.name: node for node in graph.nodes}
     out, last = [], ""

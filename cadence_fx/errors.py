@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["AdmissionError", "CadenceError", "ContractError", "TraceError", "VerificationError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["AdmissionError", "CadenceError", "ContractError", "TraceError", "VerificationError", "suggest"]
 
 
 class CadenceError(RuntimeError):
@@ -33,3 +36,9 @@ class AdmissionError(CadenceError):
 
 class VerificationError(CadenceError):
     """Bits differ from stock's: the text names region or output, chunk, first differing index and both values."""
+
+
+def suggest(found: str, known: Iterable[str]) -> str:
+    """A 'did you mean' clause, or nothing."""
+    close = difflib.get_close_matches(found, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -71,10 +71,13 @@ def report_of(fast: CadenceModule) -> Report:
         rejections.update(dict.fromkeys(program.rejections))
         classes.append(
             {
-                "call": signature.call, "variant": signature.state.variant, "extents": dict(signature.state.extents),
-                "operators_before": program.nodes_before, "operators_after": program.nodes_after,
+                "call": signature.call,
+                "variant": signature.state.variant,
+                "extents": dict(signature.state.extents),
+                "operators_before": program.nodes_before,
+                "operators_after": program.nodes_after,
                 "seconds": round(program.seconds, 3),
-            }  # fmt: skip
+            }
         )
     return replace(
         explain(None, fast.contract),

@@ -16,7 +16,8 @@ from typing import Any, Literal, cast
 
 import sympy
 
-from cadence_fx.contract import DTYPE_BYTES, LIFETIMES, Call, Contract, Region
+from cadence_fx.contract import Call, Contract, Region
+from cadence_fx.regions import DTYPE_BYTES, LIFETIMES
 from cadence_fx.retention import KeepAll, Pinned, Retention, Ring, Window
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cadence_fx.contract import Contract, suggest
-from cadence_fx.errors import CadenceError
+from cadence_fx.contract import Contract
+from cadence_fx.errors import CadenceError, suggest
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
 
 __all__ = ["FAMILIES", "Family", "load"]
@@ -112,18 +112,13 @@ class _Factory:
 
     def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """The example inputs as steps: keyword arguments of each call, the first with the state that all start from."""
-        state_name = SessionMemory.of(contract).argument
-        for i, given in enumerate(self._declaration({})[1]):
-            if i >= chunks:
-                return
-            if isinstance(given, Step):
-                yield given
-                continue
-            inputs = dict(given)
-            if state_name in inputs:
-                start = inputs.pop(state_name)
-                yield Step("start", partial(_start, start))
-            yield Step("call", partial(_call, inputs), is_chunk=True)
+        state_name, played = SessionMemory.of(contract).argument, 0
+        for given in self._declaration({})[1]:
+            for step in [given] if isinstance(given, Step) else _steps(given, state_name):
+                if step.is_chunk and played >= chunks:
+                    return
+                played += step.is_chunk
+                yield step
 
     def _declaration(self, options: Mapping[str, Any]) -> tuple[Contract, Any]:
         if options or self._declared is None:
@@ -139,6 +134,14 @@ class _Factory:
             case (nn.Module() as module, Contract() as contract, inputs):
                 return module, contract, inputs
         raise CadenceError(f"{self.name} returned {_shape(made)}; a factory returns (module, contract, example_inputs)")
+
+
+def _steps(given: Mapping[str, Any], state_name: str) -> Iterator[Step]:
+    """Keyword arguments of a call; with a state among them, the session starts from it."""
+    inputs = dict(given)
+    if state_name in inputs:
+        yield Step("start", partial(_start, inputs.pop(state_name)))
+    yield Step("call", partial(_call, inputs), is_chunk=True)
 
 
 def _start(state: Any, decoder: nn.Module, memory: SessionMemory) -> None:

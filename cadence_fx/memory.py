@@ -1,9 +1,9 @@
 """Contract-owned state: one buffer per region, sized to its envelope, at an address that never changes.
 
-Where the elements of a region rest follows from its order. New elements of an old-first region are appended, so the state
-rests at the low end; new elements of a new-first region go in front, so it rests at the high end, and the rows before it are
-free for them. Either way a call writes its new rows beside the live ones, reads both as one view, and truncation
-moves only what does not already lie where it belongs. The live rows stay whole until the call commits.
+Where the elements of a region rest follows from its order. New elements of an old-first region are appended, so the
+state rests at the low end; new elements of a new-first region go in front, so it rests at the high end, and the rows
+before it are free for them. Either way a call writes its new rows beside the live ones, reads both as one view, and
+truncation moves only what does not already lie where it belongs. The live rows stay whole until the call commits.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found
+
+
+def _bounded(region: Region, envelope: int | None) -> int:
+    """The envelope of a region that grows, 0 for one of fixed shape."""
+    if region.dim is None:
+        return 0
+    if envelope is None:
+        raise ContractError(
+            f"Region {region.name!r}: its envelope is not bounded, so no buffer can hold it; give it a retention rule"
+        )
+    return envelope
 
 
 @dataclass
@@ -78,7 +89,7 @@ class RegionBuffer:
         return self.tensor.new_empty(0).set_(self.tensor.untyped_storage(), 0, shape, strides)
 
     def fit(self, tensor: torch.Tensor) -> torch.Tensor | str:
-        """``tensor`` cut to the demanded sizes of the fixed dimensions, or the reason why it is no state of this region."""
+        """``tensor`` cut to the demanded sizes of the fixed dimensions, or why it is no state of this region."""
         region = self.region
         if tensor.dtype != self.tensor.dtype:
             return f"dtype is {tensor.dtype}, expected {self.tensor.dtype}"
@@ -138,11 +149,10 @@ class Memory:
         self.contract, self.device = contract, device
         extents = {region.name: region_extents(contract, region) for region in contract.states}
         self.buffers: dict[str, RegionBuffer] = {
-            region.name: RegionBuffer.allocate(region, extents[region.name].envelope, device)
+            region.name: RegionBuffer.allocate(region, _bounded(region, extents[region.name].envelope), device)
             for region in contract.states
         }
         self.live = False  # True once a state has been handed out
-
 
     def hand_out(self) -> dict[str, torch.Tensor]:
         """Views of the live state for the caller, marked with the epoch in which their content is true."""
@@ -183,7 +193,7 @@ class Memory:
         return {name: buffer.extent for name, buffer in self.buffers.items()}
 
     def scratch(self, region: Region) -> torch.Tensor:
-        """Memory for a scratch region at its demanded shape: its state region's buffer if it shares one, else new zeros."""
+        """Memory for a scratch region at its demanded shape: the buffer of the state that it shares, or zeros."""
         if region.shares is not None:
             return self.buffers[region.shares].tensor
         shape = self.scratch_shape(region)
@@ -193,7 +203,7 @@ class Memory:
         """The demanded shape of a scratch region: the envelope of its clock's widest state at the open dimension."""
         if all(size is not None for size in region.shape):
             return tuple(size for size in region.shape if size is not None)
-        envelope = region_extents(self.contract, region).envelope
+        envelope = _bounded(region, region_extents(self.contract, region).envelope)
         return tuple(envelope if size is None else size for size in region.shape)
 
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:

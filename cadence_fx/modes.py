@@ -43,5 +43,7 @@ def ambient_modes(device_type: str) -> tuple[Any, ...]:
 def changed_modes(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:
     """Names and values of the modes that differ, for a reason text."""
     return ", ".join(
-        f"{name} {before} -> {now}" for name, before, now in zip(MODE_NAMES, expected, found, strict=True) if before != now
+        f"{name} {before} -> {now}"
+        for name, before, now in zip(MODE_NAMES, expected, found, strict=True)
+        if before != now
     )

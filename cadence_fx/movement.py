@@ -1,8 +1,8 @@
 """What each node of a graph holds, as far as it is data movement: the segment algebra run over a graph.
 
 Memory that the graph writes in place (state placeholders, buffers) is followed through its views: a node that is a view
-is known as one box of its owner, and reading it later sees what was written in between. Everything that computes is a source of
-its own.
+is known as one box of its owner, and reading it later sees what was written in between. Everything that computes is a
+source of its own.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class MovementMap:
 
     def _item(self, node: fx.Node) -> None:
         source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
         pieces, layouts = self._views.get(source), self._layouts.get(source)
         if isinstance(pieces, list):
             self._views[node] = pieces[index]
@@ -181,7 +182,8 @@ class MovementMap:
                 self.broken.setdefault(owner, node)
                 self.memory[owner] = Layout.whole(owner, _meta(owner).shape)
                 continue
-            assert isinstance(piece, Piece) and isinstance(source, fx.Node)
+            assert isinstance(piece, Piece)
+            assert isinstance(source, fx.Node)
             self.memory[owner] = self.memory[owner].write(piece, self.content(source).expand(piece.size))
             self._views[node] = piece
 

@@ -1,8 +1,8 @@
 """What a pass is, and the driver that runs passes in order.
 
-A pass is a frozen dataclass: its fields are its options, ``name`` is its public identity. It gets a valid graph and leaves a
-valid graph; it changes nothing but the graph that it is given. Every rewrite is returned as a `Change`, every near miss as
-a `Rejection`, so that a report can say what was done and why anything was not.
+A pass is a frozen dataclass: its fields are its options, ``name`` is its public identity. It gets a valid graph and
+leaves a valid graph; it changes nothing but the graph that it is given. Every rewrite is returned as a `Change`, every
+near miss as a `Rejection`, so that a report can say what was done and why anything was not.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def run_passes(
     """Run passes in order on ``flat`` and collect all changes and rejections.
 
     Args:
-        observer: called after each pass with its name, the graph before it (a copy) and its result. Dumps and bit checks
-            hang here; without an observer no copies are made.
+        observer: called after each pass with its name, the graph before it (a copy) and its result. Dumps and bit
+            checks hang here; without an observer no copies are made.
         seconds: accumulates time per pass.
 
     Raises:

@@ -1,8 +1,9 @@
 """The shadow audit: stock's own concatenations evaluated beside every in-place retention, and compared in every bit.
 
-A declaration that is wrong in a way that shapes do not show (an order, which end is kept) agrees for a few calls and then diverges.
-Under ``with fast.shadow():`` each admitted call also runs the graph as traced, without the writeback pass, from clones of the
-same state and the same generator position; the new state of every region is compared element by element.
+A declaration that is wrong in a way that shapes do not show (an order, which end is kept) agrees for a few calls and
+then diverges. Under ``with fast.shadow():`` each admitted call also runs the graph as traced, without the writeback
+pass, from clones of the same state and the same generator position; the new state of every region is compared element
+by element.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class ShadowAudit:
     _graphs: dict[Signature, tuple[fx.GraphModule, list[str]]] = field(default_factory=dict)
     _spare: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def expected(self, program: Program, inputs: Sequence[Any], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """New state by region as the traced concatenations give it. Live state and generators are as before afterwards."""
+    def expected(
+        self, program: Program, inputs: Sequence[Any], state: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """New state by region as the traced concatenations give it; live state and generators stay as they are."""
         graph, names = self._graph(program.signature)
         given = dict(zip(("_".join(map(str, p.keys)) for p in program.inputs), inputs, strict=True))
         given |= {link.input: state[link.name].clone() for link in program.links}
@@ -67,7 +70,7 @@ class ShadowAudit:
                 self.differences.append(text)
                 if self.raises:
                     raise VerificationError(
-                        f"{text}; the contract's order and retain say where rows rest, compare them with the module's own"
+                        f"{text}; the contract's order and retain say where rows rest: compare them with the module's"
                     )
 
     def _graph(self, signature: Signature) -> tuple[fx.GraphModule, list[str]]:

@@ -1,7 +1,8 @@
 """From symbolic traces to one flat graph for one signature.
 
-A `FlatGraph` has integers where the trace had symbols, and the body of the covering trace where it had a boundary. Every tensor
-node carries a `TensorMeta`, the vendor's source line and the chain of boundaries (with the number of the call) that it sits in.
+A `FlatGraph` has integers where the trace had symbols, and the body of the covering trace where it had a boundary.
+Every tensor node carries a `TensorMeta`, the vendor's source line and the chain of boundaries (with the number of the
+call) that it sits in.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class FlatGraph:
 
     @property
     def output(self) -> fx.Node:
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        found: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return found
 
     def calls(self) -> int:
         """Number of operators."""
@@ -186,7 +188,8 @@ class _Inliner:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
             return metas.size(value)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        given: Any = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        args, kwargs = given
         if node.target is BOUNDARY_OP:
             return self.boundary(self.tracer.sites[int(args[1])], args[0], node, where)
         if node.target is operator.getitem and isinstance(args[0], list):

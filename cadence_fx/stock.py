@@ -1,8 +1,8 @@
 """The stock fallback: the vendor's code on a twin whose large buffers exist only while it runs.
 
 Whatever is not admitted runs here and gives stock's bits, because it is stock: same weights, same code, scratch buffers
-of the vendor's own sizes made for the call and dropped after it. The prompt pass may use the state's own memory as scratch where
-the contract says that a scratch region shares it.
+of the vendor's own sizes made for the call and dropped after it. The prompt pass may use the state's own memory as
+scratch where the contract says that a scratch region shares it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,16 @@ class Stock:
 
     @contextmanager
     def _buffers(self, demand: bool, own: bool = False) -> Iterator[None]:
-        """Scratch for one call: at the vendor's sizes, or at the demanded ones, where the state's memory may be shared."""
+        """Scratch for one call: at the vendor's sizes, or at the demanded ones, sharing the state's memory."""
         for place, region in self.scratch:
             if demand and not own:
                 made = self.memory.scratch(region)
             else:
-                shape = self.memory.scratch_shape(region) if demand else region.reserved or self.memory.scratch_shape(region)
+                shape = (
+                    self.memory.scratch_shape(region)
+                    if demand
+                    else region.reserved or self.memory.scratch_shape(region)
+                )
                 made = torch.zeros(shape, dtype=dtype_of(region.dtype), device=self.memory.device)
             set_attr(self.twin, place, made)
         self._depth += 1
@@ -85,8 +89,9 @@ class Stock:
     def run_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A method of the twin, as stock.
 
-        While no state is live, scratch may share the state's memory, which halves the peak of a first prompt pass. If that
-        fails (a prompt longer than declared does not fit) it runs again on the vendor's own sizes, generators rewound.
+        While no state is live, scratch may share the state's memory, which halves the peak of a first prompt pass. If
+        that fails (a prompt longer than declared does not fit) it runs again on the vendor's own sizes, generators
+        rewound.
         """
         method = getattr(self.twin, entry.method)
         if not self.memory.live:

@@ -1,13 +1,15 @@
 """Tracing by regime: one symbolic graph for all extents that take the same branches.
 
-`Tracer.trace` runs ``torch.export`` (non-strict, undecomposed, in-place operators kept) on a twin of the user's module, with
-every dimension that traffic can change as a symbol. A branch on a shape becomes a guard; a `Trace` therefore covers
-a set of extents, its regime, and `Trace.bind` says for one concrete call whether it belongs to it and if not, why.
+`Tracer.trace` runs ``torch.export`` (non-strict, undecomposed, in-place operators kept) on a twin of the user's module,
+with every dimension that traffic can change as a symbol. A branch on a shape becomes a guard; a `Trace` therefore
+covers a set of extents, its regime, and `Trace.bind` says for one concrete call whether it belongs to it and if not,
+why.
 
 The idea that keeps this fast: a callable that a contract names as a `Boundary` (a solver step called ten times,
 an encoder, a vocoder) is an opaque operator in the graph of its caller and has its own traces, made once and shared
-by all callers, all steps and all regimes. `cadence_fx.specialise` puts them together for one signature. A plain export of
-the ten-step solve spends about 2 ms on each of its 15,000 nodes; this way each operator of the source is traced once.
+by all callers, all steps and all regimes. `cadence_fx.specialise` puts them together for one signature. A plain export
+of the ten-step solve spends about 2 ms on each of its 15,000 nodes; this way each operator of the source is traced
+once.
 """
 
 from __future__ import annotations
@@ -82,6 +84,19 @@ class Trace:
         ``strides`` matter for a boundary: what it may view, and what it copies, depends on them.
         """
         values: dict[sympy.Symbol, int] = {}
+        reason = self._other_shapes(shapes, dtypes, values)
+        if reason is None and strides is not None:
+            reason = self._other_strides(shapes, strides, values)
+        if reason is not None:
+            return reason
+        for guard in self.guards:
+            if not holds(guard.expr, values):
+                return f"the guard {guard.expr} does not hold ({guard.where})"
+        return values
+
+    def _other_shapes(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], values: dict[sympy.Symbol, int]
+    ) -> str | None:
         composite: list[tuple[int, int, sympy.Expr, int]] = []
         for i, (expected, found) in enumerate(zip(self.shapes, shapes, strict=True)):
             if dtypes[i] != self.dtypes[i]:
@@ -89,24 +104,16 @@ class Trace:
             if len(expected) != len(found):
                 return f"input {i} has {len(found)} dimensions, the trace has {len(expected)}"
             for dim, (expr, size) in enumerate(zip(expected, found, strict=True)):
-                if expr.is_Symbol:
-                    if values.setdefault(expr, size) != size:
-                        return f"dimension {dim} of input {i} is {size}, expected {values[expr]} as elsewhere"
-                elif expr.is_Integer:
-                    if int(expr) != size:
-                        return f"dimension {dim} of input {i} is {size}, the trace has {expr}"
-                else:
+                if expr.is_Symbol and values.setdefault(expr, size) != size:
+                    return f"dimension {dim} of input {i} is {size}, expected {values[expr]} as elsewhere"
+                if expr.is_Integer and int(expr) != size:
+                    return f"dimension {dim} of input {i} is {size}, the trace has {expr}"
+                if not expr.is_Symbol and not expr.is_Integer:
                     composite.append((i, dim, expr, size))
         for i, dim, expr, size in composite:
             if evaluate(expr, values) != size:
                 return f"dimension {dim} of input {i} is {size}, expected {expr}"
-        reason = self._other_strides(shapes, strides, values) if strides is not None else None
-        if reason is not None:
-            return reason
-        for guard in self.guards:
-            if not holds(guard.expr, values):
-                return f"the guard {guard.expr} does not hold ({guard.where})"
-        return values
+        return None
 
     def _other_strides(
         self, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], values: dict[sympy.Symbol, int]
@@ -163,11 +170,13 @@ class _SiteUncovered(Exception):
         super().__init__(site.path)
 
 
-@torch.library.register_fake("cadence_fx::boundary", lib=_LIBRARY)
 def _boundary_meta(inputs: Sequence[torch.Tensor], site: int) -> list[torch.Tensor]:
     """Result shapes of a boundary call, from the trace that covers it: no operator of the callable runs here."""
     tracer: Tracer = _active.tracer
     return tracer.site_meta(tracer.sites[site], inputs)
+
+
+torch.library.register_fake("cadence_fx::boundary", _boundary_meta, lib=_LIBRARY)
 
 
 class Tracer:
@@ -204,8 +213,8 @@ class Tracer:
         for leaf in leaves:
             if isinstance(leaf, (torch.SymInt, torch.SymBool, torch.SymFloat)):
                 raise TraceError(
-                    f"boundary {path!r} takes the symbolic number {leaf} as an argument; a boundary's arguments are tensors, "
-                    "plain numbers and None. Declare a callable further in or out as the boundary."
+                    f"boundary {path!r} takes the symbolic number {leaf} as an argument; a boundary's arguments are "
+                    "tensors, plain numbers and None. Declare a callable further in or out as the boundary."
                 )
         key = (path, spec, leaves)
         if key not in self._by_key:
@@ -247,13 +256,12 @@ class Tracer:
         self, call: torch.nn.Module, owner: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str
     ) -> Trace:
         shapes = pytree.tree_map(
-            lambda dims: {d: torch.export.Dim.AUTO for d in dims} or None, dynamic, is_leaf=_is_set
+            lambda dims: dict.fromkeys(dims, torch.export.Dim.AUTO) or None, dynamic, is_leaf=_is_set
         )
         var_positional = isinstance(call, _BoundCall)
         positional = args["inputs"] if var_positional else ()
         keywords = {} if var_positional else args
         while True:
-            self._need = None
             try:
                 with self._tracing():
                     program = torch.export.export(call, positional, keywords, dynamic_shapes=shapes, strict=False)
@@ -269,12 +277,14 @@ class Tracer:
             made = self.trace_site(need.site, need.inputs, vary)
             reason = made.bind(*_hints(need.inputs))
             if isinstance(reason, str):  # tracing again would go on for ever
-                raise TraceError(f"boundary {need.site.path!r}: the trace does not cover its own example {hints}: {reason}")
+                raise TraceError(
+                    f"boundary {need.site.path!r}: the trace does not cover its own example {hints}: {reason}"
+                )
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         previous = getattr(_active, "tracer", None)
-        _active.tracer = self
+        _active.tracer, self._need = self, None
         try:
             with torch.no_grad(), _user_frames():
                 yield
@@ -306,7 +316,7 @@ class Tracer:
             inner = size_expr(size)
             if inner.is_Integer:
                 return int(inner)
-            expr = inner.xreplace(outer)  # type: ignore[arg-type]
+            expr = inner.xreplace(outer)
             if expr.is_Integer or env is None:
                 return evaluate(inner, hint)
             return env.create_symintnode(expr, hint=evaluate(inner, hint))
@@ -337,7 +347,7 @@ class _BoundCall(torch.nn.Module):
 
 @contextlib.contextmanager
 def _user_frames() -> Iterator[None]:
-    """Let nodes record the innermost frames outside torch; by default only frames of functions called 'forward' are kept."""
+    """Let nodes record the innermost frames outside torch, not only those of functions called 'forward'."""
     tracer: Any = fx.proxy.TracerBase
     original = getattr(tracer, "_filter_traceback_frames", None)
     if original is None:

@@ -35,9 +35,10 @@ class SessionMemory:
 
     @classmethod
     def of(cls, contract: Contract) -> SessionMemory:
-        """Where the contract's state enters and leaves: the argument and the part of the result that hold all regions."""
+        """Where the contract's state enters and leaves: the argument and the part of the result that hold it."""
         region = next(r for r in contract.states if isinstance(r.enters, Arg) and isinstance(r.leaves, Result))
-        assert isinstance(region.enters, Arg) and isinstance(region.leaves, Result)
+        assert isinstance(region.enters, Arg)
+        assert isinstance(region.leaves, Result)
         below = len(region.enters.keys) - 1
         keys = region.leaves.keys[: len(region.leaves.keys) - below]
         return cls(str(region.enters.keys[0]), Result(*keys))

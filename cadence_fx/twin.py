@@ -83,12 +83,12 @@ def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
         return _twin_record(value, memo)
     if isinstance(value, dict):
         # OrderedDict (hooks) and a configuration's own class keep their type, which their copy() need not do.
-        copied = copy.copy(value)
-        memo[id(value)] = copied
+        mapping = copy.copy(value)
+        memo[id(value)] = mapping
         for key, item in value.items():
             if (twin := _twin_value(item, memo)) is not item:
-                copied[key] = twin
-        return copied
+                mapping[key] = twin
+        return mapping
     if kind in (list, set):
         items: Any = kind()
         memo[id(value)] = items

@@ -1,4 +1,4 @@
-"""Watching weights: hoisted constants and captured addresses are good only while nobody edits or moves what they came from."""
+"""Watching weights: constants and captured addresses are good only while nobody edits or moves their sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _address = torch.Tensor.data_ptr
 
 
 class WeightWatch:
-    """Notices edits in place (version counters), moves (addresses) and replacements (identity) of parameters and buffers.
+    """Notices edits in place (version counters), moves (addresses) and replacements (identity) of weights.
 
     A check makes a few passes over the tensors in C, about 0.2 microseconds for each.
 
@@ -49,7 +49,11 @@ class WeightWatch:
         except KeyError:
             same = False
         # The tensors that are watched are held, so that no other can get the identity of one of them.
-        if same and list(map(_version, self.present)) == self.versions and list(map(_address, self.present)) == self.addresses:
+        if (
+            same
+            and list(map(_version, self.present)) == self.versions
+            and list(map(_address, self.present)) == self.addresses
+        ):
             return ()
         before = [(t, v, a) for t, v, a in zip(self.present, self.versions, self.addresses, strict=True)]
         known = {id(t): (v, a) for t, v, a in before}

@@ -1,4 +1,4 @@
-"""One region's share of the ring writeback: where rows lie during a call, what moves at its end, and the nodes that do it."""
+"""One region's share of the ring writeback: where rows lie in a call, what moves at its end, which nodes do it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RegionWriter:
         return self.placeholder in sources and len(sources) > 1
 
     def place(self, node: fx.Node) -> str | None:
-        """Make a concatenation a view of the buffer, its new rows written beside the live ones; the reason if impossible."""
+        """Make a concatenation a view of the buffer, new rows written beside live ones; the reason if impossible."""
         if self.placeholder in self.movement.mutated:
             return "the module writes the state argument in place, so a view of it may change before it is read"
         layout = self.movement.materialised(node).merged()
@@ -87,7 +87,8 @@ class RegionWriter:
         origin = shifts.pop()
         size = tuple(1 if a is None else layout.shape[a] for a in axes)
         if any(o < 0 or o + n > limit for o, n, limit in zip(origin, size, self.link.shape, strict=True)):
-            return f"it needs rows {origin} to {tuple(o + n for o, n in zip(origin, size, strict=True))} of {self.link.shape}"
+            end = tuple(o + n for o, n in zip(origin, size, strict=True))
+            return f"it needs rows {origin} to {end} of {self.link.shape}"
         view = Piece((0,) * rank, layout.shape, None, origin, axes)
         held = self.image.read(view)
         for piece in layout.pieces:
@@ -136,10 +137,10 @@ class RegionWriter:
         self.staged = len(new) > self.staged_above and not self.moves
         kept = sum(prod(m.size) for m in self.moves if m.dst == m.src)
         total = prod(self._full_size(self.link.new))
-        steps = [s for s in plan_moves(self.moves)]
+        steps = list(plan_moves(self.moves))
         summary = (
-            f"{100 * kept // max(total, 1)} % of the new state already lies in place, {len(steps)} block copies inside the region, "
-            f"{len(new)} copies of new elements{' through staging' if self.staged else ''}"
+            f"{100 * kept // max(total, 1)} % of the new state already lies in place, {len(steps)} block copies inside "
+            f"the region, {len(new)} copies of new elements{' through staging' if self.staged else ''}"
         )
         return summary, refusal
 
@@ -150,7 +151,9 @@ class RegionWriter:
             assert isinstance(source, fx.Node)
             if source.op == "get_attr" or source in self.movement.broken or base_of(source) in self.movement.broken:
                 write = self.movement.broken.get(source) or self.movement.broken.get(base_of(source))
-                return whole, f"{source} holds content that no traced copy put there" + (f" (written by {write})" if write else "")
+                return whole, f"{source} holds content that no traced copy put there" + (
+                    f" (written by {write})" if write else ""
+                )
             if source is not result and base_of(source) in self.movement.untracked:
                 return whole, f"{source} is written in place after it was copied from"
             if self._overwritten(layout, source):
@@ -169,13 +172,15 @@ class RegionWriter:
         """The new state as pieces in buffer coordinates."""
         dim, offset = self.link.dim, self.link.new_offset
         pieces = [
-            Piece(tuple(s + offset if d == dim else s for d, s in enumerate(p.start)), p.size, p.source, p.origin, p.axes)
+            Piece(
+                tuple(s + offset if d == dim else s for d, s in enumerate(p.start)), p.size, p.source, p.origin, p.axes
+            )
             for p in layout.pieces
         ]
         return Layout(layout.shape, tuple(pieces))
 
     def preserve(self, states: set[fx.Node]) -> None:
-        """Clone new elements that lie in some region's live rows: the commits of all regions come after these clones."""
+        """Clone new elements that lie in some region's live rows; all regions commit after these clones."""
         if self.staged:
             return  # staging reads its sources where they arise
         with self.flat.graph.inserting_before(self.flat.output):
@@ -301,7 +306,7 @@ def _overlap(a: Piece, b: Piece) -> bool:
 
 
 def _located(piece: Piece, held: list[Piece]) -> list[Piece] | None:
-    """The piece as parts that lie in the buffer already (source None, origin = where they lie), or None if some do not."""
+    """The piece as parts that lie in the buffer (source None, origin = where they lie), or None if some do not."""
     walked = {a for a in piece.axes if a is not None}
     if any(n != 1 and d not in walked for d, n in enumerate(piece.size)):
         return None  # broadcast: there is no single place where it lies
@@ -345,7 +350,7 @@ def _shared(piece: Piece, other: Piece) -> Piece | None:
 
 
 def _full_origin(piece: Piece) -> tuple[int, ...]:
-    """Where a merged piece of the buffer comes from. Merging drops axes of size 1, whose origin is then the fixed index."""
+    """Where a merged piece of the buffer comes from; merging drops axes of size 1, at their fixed index."""
     return piece.origin
 
 

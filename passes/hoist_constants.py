@@ -2,7 +2,8 @@
 
 Before / after::
 
-    arange: "i64[128]" = aten.arange(0, 128, device = cpu)                  # the vendor's frequency table, ten times a chunk
+    arange: "i64[128]" = aten.arange(0, 128, device = cpu)                  # the vendor's frequency table, ten times a
+        chunk
     ...
     linear_77: "f32[2, 1, 4608]" = aten.linear(silu_11, adaln_weight, adaln_bias)   # 160 modulations of a solve
     chunk: "..." = aten.chunk(linear_77, 9, -1)
@@ -14,7 +15,8 @@ Before / after::
 Values come from the graph's own operators on their own device, one per distinct computation, shared by all signatures.
 
 Requires: graphs of one module share one pool. Only what non-constant nodes read is kept.
-Leaves alone: values that are written in place (a fresh one per call is due), random draws, and, with a rejection, those that the
+Leaves alone: values that are written in place (a fresh one per call is due), random draws, and, with a rejection, those
+    that the
 byte budget has no room for: the largest saving per byte goes first.
 """
 

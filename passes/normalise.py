@@ -57,7 +57,7 @@ class Normalise:
             if node.target in _CHECKS:
                 flat.graph.erase_node(node)
             elif _is_identity(node):
-                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                node.replace_all_uses_with(node.args[0])
                 flat.graph.erase_node(node)
             else:
                 continue

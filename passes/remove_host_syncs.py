@@ -1,7 +1,8 @@
 """Re-express operators that look at a device value on the host by the same device operators without the look.
 
-``istft`` divides by the overlap-added square of its window and first checks on the host that no element of that envelope
-is near zero. The envelope depends on the window and the number of frames only, so the check is made once, here::
+``istft`` divides by the overlap-added square of its window and first checks on the host that no element of that
+envelope is near zero. The envelope depends on the window and the number of frames only, so the check is made once,
+here::
 
     istft: "f32[1, 27840]" = aten.istft(complex_1, 16, 4, 16, window)
 
@@ -9,7 +10,8 @@ is near zero. The envelope depends on the window and the number of frames only, 
     frames: "f32[1, 6961, 16]" = aten._fft_c2r(transpose, [2], 2, 16)
     mul: "f32[1, 6961, 16]" = aten.mul(frames, aten.view(window, [1, 1, 16]))
     y: "f32[1, 27856]" = aten.unfold_backward(mul, [1, 27856], 1, 16, 4)
-    envelope: "f32[1, 27856]" = aten.unfold_backward(aten.expand(aten.pow(window, 2), [1, 6961, 16]), [1, 27856], 1, 16, 4)
+    envelope: "f32[1, 27856]" = aten.unfold_backward(aten.expand(aten.pow(window, 2), [1, 6961, 16]), [1, 27856], 1, 16,
+        4)
     div: "f32[1, 27840]" = aten.div(aten.slice(y, 1, 8, 27848), aten.slice(envelope, 1, 8, 27848))
 
 These are the operators, arguments and order of ATen's own istft (aten/src/ATen/native/SpectralOps.cpp).
@@ -133,7 +135,8 @@ def _expand(flat: FlatGraph, node: fx.Node) -> None:
     a = _arguments(node)
     spectrum, window = a["self"], a["window"]
     meta, result = meta_of(spectrum), meta_of(node)
-    assert meta is not None and result is not None
+    assert meta is not None
+    assert result is not None
     batch, _, frames = meta.shape
     n_fft, hop = int(a["n_fft"]), int(a["hop_length"])
     length = n_fft + hop * (frames - 1)

@@ -15,16 +15,16 @@ Before / after, one block of a solver (new elements first, extent 402, 50 new ro
     ...
     _ = aten.copy_(region[..., 308:358, :], region[..., 258:308, :])        # at the end: only rows that move, in blocks
 
-How: the segment algebra (`cadence_fx.movement`) says which box of which source every part of the new state is. Compared with
-where the region's rows rest (`cadence_fx.memory`), what already lies where it belongs costs nothing; rows that
-move become ordered, non-overlapping copies (`cadence_fx.moves`); new rows are written once. Everything that changes live rows
-happens at the end of the graph, so a call that fails half-way has changed nothing.
+How: the segment algebra (`cadence_fx.movement`) says which box of which source every part of the new state is. Compared
+with where the region's rows rest (`cadence_fx.memory`), what already lies where it belongs costs nothing; rows that
+move become ordered, non-overlapping copies (`cadence_fx.moves`); new rows are written once. Everything that changes
+live rows happens at the end of the graph, so a call that fails half-way has changed nothing.
 
 Requires: one placeholder per state region.
 Raises: ContractError where the trace moves rows in another order than the contract declares.
 Leaves alone, each with a rejection: a concatenation whose readers want contiguous memory (a strided operand may select
-another kernel, with other bits), new rows that do not fit beside the live ones, memory written in a way that is no copy. The state is
-then still kept in the region, by one copy of the value that the graph computes.
+another kernel, with other bits), new rows that do not fit beside the live ones, memory written in a way that is no
+copy. The state is then still kept in the region, by one copy of the value that the graph computes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STRIDED_READERS = {aten.scaled_dot_product_attention.default}
 
 @dataclass(frozen=True)
 class RingWriteback:
-    """Keep state regions in their buffers; ``staged_above`` new pieces go through one staging buffer instead of being kept alive."""
+    """Keep state regions in their buffers; more than ``staged_above`` new pieces go through one staging buffer."""
 
     staged_above: int = 16
     name: ClassVar[str] = "ring_writeback"
@@ -75,12 +75,16 @@ class RingWriteback:
         movement = MovementMap(flat, [by_name[link.input] for link in context.regions])
         results = list(flat.output.args[0])  # type: ignore[arg-type]
         live = _live(flat, context, movement)
-        writers = [RegionWriter(flat, movement, link, by_name[link.input], self.staged_above) for link in context.regions]
+        writers = [
+            RegionWriter(flat, movement, link, by_name[link.input], self.staged_above) for link in context.regions
+        ]
         rejections: list[Rejection] = []
         changes: list[Change] = []
         for writer in writers:
             inplace, declined = _read_in_place(flat, writer, live)
-            rejections += [Rejection(code, self.name, where, text, hints, source) for code, where, text, hints, source in declined]
+            rejections += [
+                Rejection(code, self.name, where, text, hints, source) for code, where, text, hints, source in declined
+            ]
             changes += [Change(self.name, "read in place", "concatenation", "its rows are adjacent in the region", s, n)
                         for s, n in inplace.items()]  # fmt: skip
         for writer in writers:
@@ -88,7 +92,7 @@ class RingWriteback:
             if index is None:
                 continue
             _check_declared(context, writer, movement, results[index])
-            summary, refusal = writer.write_back(results[index])  # type: ignore[arg-type]
+            summary, refusal = writer.write_back(results[index])
             changes.append(Change(self.name, "writeback", writer.link.name, summary))
             if refusal is not None:
                 rejections.append(Rejection(CX403, self.name, writer.link.name, refusal))
@@ -164,7 +168,9 @@ def _read_in_place(
         declined.setdefault(key, []).append(node)
     listed = []
     for (code, source, text), nodes in declined.items():
-        hints = ("nothing to do: the region is still written in place, only this read is a copy",) if code == CX401 else ()
+        hints: tuple[str, ...] = (
+            ("nothing to do: the region is still written in place, only this read is a copy",) if code == CX401 else ()
+        )
         where = f"{nodes[0].name} and {len(nodes) - 1} alike" if len(nodes) > 1 else nodes[0].name
         listed.append((code, where, text, hints, source))
     return done, listed

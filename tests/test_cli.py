@@ -55,14 +55,24 @@ class FakeReport:
 class FakeResult:
     ok: bool = True
     module: Any = None
+    vacuous: bool = False
+
+    @property
+    def first_mismatch(self) -> dict[str, Any] | None:
+        if self.ok or self.vacuous:
+            return None
+        return {"step": 1, "name": "chunk", "kind": "pcm", "where": "output", "index": [0, 17], "expected": "0.25",
+                "found": "0.5", "count": 3}  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "family": "token2wav", "device": "cpu", "torch": "2.13.0", "chunks": 2, "bitwise_equal": self.ok,
-            "state_equal": True, "rng_equal": True, "self_agreement": True, "replays": 1, "plan": 1,
-            "sha256": "ab" * 32,
-            "first_mismatch": None if self.ok else "chunk 1: pcm[0, 17] is 0.5, stock gives 0.25",
-            "eager": {"outside the catalog": 1}, "catalog": ["chunk@302"], "bytes": {"stock": 2, "ours": 1},
+            "family": "token2wav", "device": "cpu", "torch": "2.13.0", "chunks": 2,
+            "bitwise_equal": self.first_mismatch is None,
+            "state_equal": True, "rng_equal": True, "self_agreement": True, "first_mismatch": self.first_mismatch,
+            "replays": 1, "plan": 1, "eager": {"outside the catalog": 1}, "catalog": 3,
+            "bytes": {"stock_buffers": 2, "ours_regions": 1},
+            "output": {"distinct": 1 if self.vacuous else 960, "clipped": 0.0},
+            "sha256": "ab" * 32, "seconds": {"stock": 4.0, "ours": 2.0},
         }  # fmt: skip
 
 
@@ -156,10 +166,11 @@ def test_verify_prints_one_line_a_chunk_and_exits_with_0(fakes: Fakes, run: RunC
     assert " ".join(printed[1].split()) == (
         "1 chunk plan pcm equal state equal generator equal (stock 2.000 s, ours 1.000 s)"
     )
-    assert printed[-3:] == [
+    assert printed[-4:] == [
         "equal to stock in every bit: 2 chunks of token2wav on cpu, torch 2.13.0",
-        "replayed 1, run as stock 1",
+        "replayed 1, run from the plan 1, run as stock 1",
         "  1 x outside the catalog",
+        "one SHA-256 over all chunks: " + "ab" * 32,
     ]
 
 
@@ -168,7 +179,17 @@ def test_a_difference_exits_with_1_and_names_the_first_mismatch(fakes: Fakes, ru
     assert run("verify", "token2wav", "--device", "cpu") == 1
     printed = capsys.readouterr().out
     assert "pcm DIFFERENT" in printed
-    assert "first mismatch: chunk 1: pcm[0, 17] is 0.5, stock gives 0.25" in printed
+    assert "first mismatch: step 1 (chunk), output at [0, 17]: stock has 0.25, found 0.5 (3 elements differ)" in printed
+
+
+def test_equal_bits_of_a_constant_output_prove_nothing_and_exit_with_1(
+    fakes: Fakes, run: RunCli, capsys: Capture
+) -> None:
+    fakes.result = FakeResult(ok=False, vacuous=True)
+    assert run("verify", "token2wav", "--device", "cpu") == 1
+    printed = capsys.readouterr().out
+    assert "proves nothing: 2 chunks of token2wav" in printed
+    assert "the output is constant or saturated: 1 distinct values, 0.0 % at the limits" in printed
 
 
 def test_json_on_standard_output_is_the_only_thing_there(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
@@ -176,7 +197,7 @@ def test_json_on_standard_output_is_the_only_thing_there(fakes: Fakes, run: RunC
     captured = capsys.readouterr()
     assert list(json.loads(captured.out)) == [
         "family", "device", "torch", "chunks", "bitwise_equal", "state_equal", "rng_equal", "self_agreement",
-        "replays", "first_mismatch", "eager", "catalog", "bytes"
+        "first_mismatch", "replays", "plan", "eager", "catalog", "bytes", "output", "sha256", "seconds",
     ]  # fmt: skip
     assert "generator equal" in captured.err
 
@@ -234,7 +255,7 @@ def test_demo_verifies_token2wav_and_shows_regions_rewrites_and_graphs(
 
 
 def test_demo_with_a_difference_shows_everything_and_exits_with_1(fakes: Fakes, run: RunCli, tmp_path: Path) -> None:
-    fakes.result = FakeResult(ok=False)
+    fakes.result = FakeResult(ok=False, module=fakes.result.module)
     assert run("demo", "--device", "cpu", "--out", str(tmp_path)) == 1
     assert fakes.calls["write"] == tmp_path
 

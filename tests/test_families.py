@@ -10,21 +10,34 @@ import pytest
 import torch
 from torch import nn
 
-from cadence_fx.contract import Contract
+from cadence_fx.contract import Arg, Contract, Region, Result
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import FAMILIES, load
+from cadence_fx.traffic import SessionMemory, Step
+
+
+class Summing(nn.Linear):
+    """Adds the state to what it returns and counts the calls in it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x) + state, state + 1
+
+
+def summing_contract() -> Contract:
+    return Contract("toy", clocks=(), regions=(Region("count", (1,), enters=Arg("state"), leaves=Result(1)),))
 
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A module ``user_target`` with a factory; its contract is not checked."""
-    checker: Any = ModuleType("cadence_fx.contract_check")
-    checker.check = lambda contract: None
-    monkeypatch.setitem(sys.modules, "cadence_fx.contract_check", checker)
+    """A module ``user_target`` with a factory."""
 
     def make(width: int = 2) -> Any:
         made.append(width)
-        return nn.Linear(width, 1), Contract(name="toy", clocks=(), regions=()), [(torch.zeros(1, width),)]
+        inputs = [{"x": torch.zeros(1, width), "state": torch.ones(1)}, {"x": torch.ones(1, width)}]
+        return Summing(width), summing_contract(), inputs
 
     made: list[int] = []
     module: Any = ModuleType("user_target")
@@ -60,7 +73,8 @@ def test_an_option_goes_to_each_function_that_names_it(monkeypatch: pytest.Monke
     family.contract()
     assert seen == {"build": ("cpu", 7, 2, 4), "contract": (2, 3)}
     assert family.name == "moshi"
-    assert [given[2] for given in family.script(nn.Identity(), family.contract(), 1, 4)] == [1]
+    given: Any = next(iter(family.script(nn.Identity(), family.contract(), 1, 4)))
+    assert given[2:] == (1, 4)
 
 
 def test_an_option_that_nobody_names_goes_to_the_function_that_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +101,30 @@ def test_a_factory_is_called_once_for_contract_and_inputs(target: SimpleNamespac
     family = load("user_target:make")
     contract = family.contract()
     assert contract.name == "toy"
-    assert [args[0].shape for args in family.script(nn.Identity(), contract, 0)] == [(1, 2)]
+    assert [step.name for step in family.script(nn.Identity(), contract, 0, 2)] == ["start", "call", "call"]
     assert target.made == [2]
+
+
+def test_the_example_inputs_of_a_factory_are_played_from_a_clone_of_their_start_state(target: SimpleNamespace) -> None:
+    family = load("user_target:make")
+    module, contract = family.build_random("cpu", 0), family.contract()
+    for _ in range(2):  # a second run starts where the first did
+        memory = SessionMemory.of(contract)
+        steps = list(family.script(module, contract, 0, 2))
+        results = [step.action(module, memory) for step in steps]
+        assert [step.is_chunk for step in steps] == [False, True, True]
+        assert results[0] is None
+        assert memory.state.tolist() == [3.0]
+        assert torch.equal(results[1][0], module(torch.zeros(1, 2), torch.ones(1))[0])
+
+
+def test_a_factory_may_give_steps_and_plays_no_more_calls_than_asked(target: SimpleNamespace) -> None:
+    steps = [Step("mine", lambda decoder, memory: memory.start(torch.zeros(1)))]
+    steps += [Step(f"call {i}", lambda decoder, memory: None, is_chunk=True) for i in range(3)]
+    sys.modules["user_target"].stepped = lambda: (Summing(2), summing_contract(), steps)  # type: ignore[attr-defined]
+    family = load("user_target:stepped")
+    names = [step.name for step in family.script(nn.Identity(), family.contract(), 0, 2)]
+    assert names == ["mine", "call 0", "call 1"]
 
 
 @pytest.mark.parametrize(
