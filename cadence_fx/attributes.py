@@ -1,8 +1,8 @@
 """What a trace took for fixed although a user can change it: Python attributes, submodules and hooks.
 
-Tracing runs the module's Python once. A number that it read is a literal of the graph, a submodule and a hook are inlined. So the reads are
-recorded while tracing, and a call is admitted only while they would give the same. What the module's Python would write on each call, a
-replay would not: such a module is refused.
+Tracing runs the module's Python once. A number that it read is a literal of the graph, a submodule and a hook are
+inlined. So the reads are recorded while tracing, and a call is admitted only while they would give the same. What the
+module's Python would write on each call, a replay would not: such a module is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cadence_fx.errors import TraceError
 __all__ = ["AttributeWatch"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DEPTH = 3  # how far a value is followed into containers and configuration objects
 _ABSENT = object()
@@ -78,25 +79,24 @@ class AttributeWatch:
         events: list[_Event] = []
         try:
             with _lock, warnings.catch_warnings(), _recorded(self._index, events):
-                warnings.filterwarnings("ignore", "The tensor attribute")  # torch.export names the ones that are judged here
+                warnings.filterwarnings("ignore", "The tensor attribute")  # torch.export names what is judged here
                 yield
         finally:
             inside = [(i, name) for i, kept in enumerate(before) for name in kept.restore()]
         temporary = _temporaries(events)
-        written = [(e.index, e.name) for e in events if e.wrote and (e.index, e.name) not in temporary]
+        written = [(e.module, e.name) for e in events if e.wrote and (e.module, e.name) not in temporary]
         changed = [
-            f"{self._pairs[i][0]}.{name}".lstrip(".")
-            for i, name in (*written, *inside)
-            if (i, name) not in temporary
+            f"{self._pairs[i][0]}.{name}".lstrip(".") for i, name in (*written, *inside) if (i, name) not in temporary
         ]
         for event in events:
-            if not event.wrote and event.name not in _OWN and (event.index, event.name) not in self._seen | temporary:
-                self._seen.add((event.index, event.name))
-                self._watch(event.index, event.name)
+            key = (event.module, event.name)
+            if not event.wrote and event.name not in _OWN and key not in self._seen and key not in temporary:
+                self._seen.add(key)
+                self._watch(*key)
         if changed:
             raise TraceError(
-                f"a call changes the attribute {changed[0]!r}, which a replay would not: pass it as an argument and return it, and "
-                "declare it as a Region, or keep what counts calls outside forward"
+                f"a call changes the attribute {changed[0]!r}, which a replay would not: pass it as an argument and "
+                "return it, and declare it as a Region, or keep what counts calls outside forward"
             )
 
     def _watch(self, index: int, name: str) -> None:
@@ -183,9 +183,9 @@ def _simple(items: list[tuple[Any, Any]]) -> bool:
 
 
 class _Event(NamedTuple):
-    """A read or write of an attribute of a traced module: its index, the name, whether it wrote, and if so a tensor."""
+    """A read or write of an attribute of a traced module: the module's number, the name, whether it wrote, and if so a tensor."""
 
-    index: int
+    module: int
     name: str
     wrote: bool
     tensor: bool
@@ -203,12 +203,13 @@ def _recorded(index: Mapping[int, int], events: list[_Event]) -> Iterator[None]:
 
     def write(self: torch.nn.Module, name: str, value: Any) -> None:
         found = index.get(id(self))
-        if found is not None and threading.get_ident() == me and not _same(plain(self, "__dict__").get(name, _ABSENT), value):
+        mine = found is not None and threading.get_ident() == me
+        if found is not None and mine and not _same(plain(self, "__dict__").get(name, _ABSENT), value):
             events.append(_Event(found, name, True, isinstance(value, torch.Tensor)))
         assign(self, name, value)
 
     torch.nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    torch.nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
+    torch.nn.Module.__setattr__ = write  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -217,11 +218,11 @@ def _recorded(index: Mapping[int, int], events: list[_Event]) -> Iterator[None]:
 
 
 def _temporaries(events: list[_Event]) -> set[tuple[int, str]]:
-    """Attributes that every call sets to a tensor before it reads them, as old-style weight norm does with ``weight``."""
+    """Attributes that a call sets to a tensor before it reads them, as old-style weight norm does with ``weight``."""
     first: dict[tuple[int, str], _Event] = {}
     read_later: set[tuple[int, str]] = set()
     for event in events:
-        key = (event.index, event.name)
+        key = (event.module, event.name)
         opened = first.setdefault(key, event)
         if opened.wrote and not event.wrote:
             read_later.add(key)
@@ -248,11 +249,14 @@ class _Contents:
         for name, kept in self.inside.items():
             container = mine[name]
             if not _same_items(container, kept):
-                inner = [k for k in container if k not in kept or container[k] is not kept[k]] if isinstance(kept, dict) else []
-                changed += [str(k) for k in inner] if inner and name in ("_buffers", "_parameters", "_modules") else [name]
+                changed += _changed_keys(container, kept) if name in _TENSORS else [name]
                 container.clear()
                 container.extend(kept) if isinstance(kept, list) else container.update(kept)
         return changed
+
+
+def _changed_keys(found: Any, kept: Any) -> list[str]:
+    return [k for k in {**kept, **found} if found.get(k, _ABSENT) is not kept.get(k, _ABSENT)]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -131,7 +131,7 @@ class CadenceModule(torch.nn.Module):
         edited = self._weights.edited()
         if edited:
             self._outdated(edited)
-        program = self._programs.get(signature) or self._late(signature)
+        program: Program | str = self._programs.get(signature) or self._late(signature)
         return program if isinstance(program, str) else (program, state)
 
     def _late(self, signature: Signature) -> Program | str:
@@ -146,7 +146,7 @@ class CadenceModule(torch.nn.Module):
                 return f"module changed: {changed}" if changed else program
             except (TraceError, PassError) as error:
                 self._refused[signature] = f"not compiled: {error}"
-        return self._refused[signature]
+        return str(self._refused[signature])
 
     def _state(self, bound: dict[str, Any]) -> dict[str, torch.Tensor] | str:
         """State tensors by region, cut to the demanded shape.

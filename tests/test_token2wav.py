@@ -1,4 +1,4 @@
-"""The Token2Wav decoder on the vendor's own modules: small sizes through everything that traffic does, released sizes once."""
+"""The Token2Wav decoder on the vendor's own modules: small sizes through all that traffic does, released sizes once."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def proven(result: VerifyResult) -> VerifyResult:
     assert result.ok, result.output
     assert 0.01 < result.output["mean_abs"] < 0.6
     data = json.loads(json.dumps(result.to_dict()))
-    assert data["bitwise_equal"] and data["state_equal"] and data["rng_equal"] and data["self_agreement"]
+    assert all(data[field] is True for field in ("bitwise_equal", "state_equal", "rng_equal", "self_agreement"))
     return result
 
 
 # ---------------------------------------------------------------------------------------------- small sizes
 def test_two_voices_flushes_a_last_chunk_a_turn_reset_and_a_rollback_are_exact() -> None:
     """Dossier traps 1 to 4, 13 to 16, 26, 27, 32; n = 2."""
-    options = {**SMALL, "vocoder_channels": 64, "prompt_frames": (302, 250), "flush_tokens": (9, 14), "last_tokens": (11,)}
+    declared: dict[str, Any] = {"prompt_frames": (302, 250), "flush_tokens": (9, 14), "last_tokens": (11,)}
+    options = {**SMALL, "vocoder_channels": 64, **declared}
     result = proven(verify("token2wav", chunks=18, options=options))
     assert result.stats["eager"] == {}
     names = {step.name for step in result.steps}
@@ -57,7 +58,8 @@ def test_two_voices_flushes_a_last_chunk_a_turn_reset_and_a_rollback_are_exact()
 @pytest.mark.parametrize("chunk_tokens", [12, 10])
 def test_shorter_hops_and_a_single_solver_step_are_exact(chunk_tokens: int) -> None:
     """Lychee-FD's hops. Eleven chunks: the prompt's head is gone, the saturated state has moved often."""
-    options = {**SHAPE, "n_timesteps": 1, "chunk_tokens": chunk_tokens, "last_tokens": (11,), "vocoder_channels": 64}
+    hop = {"n_timesteps": 1, "chunk_tokens": chunk_tokens, "last_tokens": (11,)}
+    options = {**SHAPE, **hop, "vocoder_channels": 64}
     result = proven(verify("token2wav", chunks=11, options=options))
     # Flushes are not declared here: they run as stock, and the stream stays admitted after them.
     assert result.stats["eager"] == {"signature not in the catalog": 2}
@@ -88,7 +90,7 @@ def tokens(count: int, batch: int = 1) -> torch.Tensor:
 
 
 def stream(seed: int, voice: Voice, chunks: int) -> Iterator[Step]:
-    yield Step("prime", lambda decoder, memory: memory.start(decoder.prime(*voice)))
+    yield Step("prime", lambda decoder, memory: memory.start(decoder.prime(*voice)))  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     for _ in range(chunks):
         ids = torch.randint(0, 6561, (1, 28), generator=generator).int()
@@ -98,8 +100,9 @@ def stream(seed: int, voice: Voice, chunks: int) -> Iterator[Step]:
 def test_an_order_that_is_declared_wrong_costs_moves_and_no_bit(decoder: Any, voice: Voice) -> None:
     """The new state's layout is read off the vendor's graph; the declared order says only where rows rest."""
     right = token2wav.contract(302, last_tokens=(11,), **SMALL)
-    regions = [dataclasses.replace(r, order="old_first") if r.name == "estimator_att_cache" else r for r in right.regions]
-    wrong = dataclasses.replace(right, regions=tuple(regions))
+    solver = dataclasses.replace(right.region("estimator_att_cache"), order="old_first")
+    regions = tuple(solver if r.name == solver.name else r for r in right.regions)
+    wrong = dataclasses.replace(right, regions=regions)
     result = proven(compare(decoder, transform(decoder, wrong), wrong, stream(1, voice, 9)))
     assert result.stats["plan"] == 9
 
@@ -145,18 +148,18 @@ def test_an_append_ordered_carry_is_flagged_at_chunk_three_by_region_and_index(d
 def test_a_bad_chunk_does_what_stock_does_and_leaves_the_stream_whole(
     decoder: Any, fast: CadenceModule, voice: Voice, bad: torch.Tensor, last: bool
 ) -> None:
-    """Chunks without anything fresh, wrong batch, dtype and rank: the vendor's own exception; the next chunk is exact."""
+    """Nothing fresh, wrong batch, dtype or rank: the vendor's own exception, and the next chunk is exact."""
     torch.manual_seed(0)
     theirs, generator = decoder.prime(*voice), torch.get_rng_state()
     theirs = clone_tree(theirs)
     ours = fast.prime(*voice)
     before = clone_tree(ours)
-    outcomes = []
+    outcomes = list[Any]()
     for module, state in ((decoder, theirs), (fast, ours)):
         torch.set_rng_state(generator)
         try:
             outcomes.append(clone_tree(module(bad, voice[2], state, last)))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             outcomes.append((type(error), str(error)))
     assert first_difference("outcome", outcomes[0], outcomes[1]) is None
     if isinstance(outcomes[0][0], torch.Tensor):
@@ -179,10 +182,10 @@ def test_tokens_of_another_integer_type_run_as_stock(decoder: Any, fast: Cadence
 
 
 def test_a_prompt_longer_than_declared_does_what_stock_does(decoder: Any, fast: CadenceModule, voice: Voice) -> None:
-    """860 frames leave no room for chunks in the vendor's 1000 rows: the prompt passes, a later chunk fails, as stock's does."""
+    """860 frames leave no room in the vendor's 1000 rows: the prompt passes, a later chunk fails, as stock's does."""
     prompt = tokens(430), torch.randn(1, 860, 80, generator=torch.Generator().manual_seed(1)), voice[2]
     theirs, ours = decoder.prime(*prompt), fast.prime(*prompt)
-    states, ends = [theirs, ours], []
+    states, ends = [theirs, ours], list[Any]()
     for i, module in enumerate((decoder, fast)):
         torch.manual_seed(0)
         count = 0
@@ -191,7 +194,7 @@ def test_a_prompt_longer_than_declared_does_what_stock_does(decoder: Any, fast: 
                 speech, states[i] = module(tokens(28), voice[2], clone_tree(states[i]))
                 count += 1
             ends.append((count, None, speech))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             ends.append((count, type(error), speech))
     assert ends[0][1] is not None
     assert first_difference("outcome", ends[0], ends[1]) is None
