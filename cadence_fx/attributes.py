@@ -183,7 +183,7 @@ def _simple(items: list[tuple[Any, Any]]) -> bool:
 
 
 class _Event(NamedTuple):
-    """A read or write of an attribute of a traced module: the module's number, the name, whether it wrote, and if so a tensor."""
+    """An access to an attribute of a traced module: the module's number, the name, whether it set it, to a tensor."""
 
     module: int
     name: str

@@ -132,7 +132,9 @@ class CadenceModule(torch.nn.Module):
         if edited:
             self._outdated(edited)
         program: Program | str = self._programs.get(signature) or self._late(signature)
-        return program if isinstance(program, str) else (program, state)
+        if isinstance(program, str):
+            return program
+        return program, state
 
     def _late(self, signature: Signature) -> Program | str:
         """The program of a signature that no warm-up has compiled, or the reason why there is none."""
@@ -234,8 +236,7 @@ class CadenceModule(torch.nn.Module):
         return program
 
     def _outdated(self, edited: Sequence[str]) -> None:
-        """Weights were edited: forget the constants and programs that came from them, and why others had failed."""
-        self._refused.clear()
+        """Weights were edited: forget the constants and programs that came from them."""
         self._counts["weights edited"] += 1
         self.compiler.refresh()
         self._programs.clear()
@@ -284,6 +285,7 @@ class CadenceModule(torch.nn.Module):
         """
         with self._lock:
             self._outdated(("refresh()",))
+            self._refused.clear()
         return self
 
     def seal(self, strict: bool = False) -> CadenceModule:

@@ -66,7 +66,7 @@ def test_shorter_hops_and_a_single_solver_step_are_exact(chunk_tokens: int) -> N
     assert result.stats["plan"] == 9
 
 
-# ---------------------------------------------------------------------------------------------- one decoder for what follows
+# ---------------------------------------------------------------------------------------------- one small decoder
 @pytest.fixture(scope="module")
 def decoder() -> token2wav.Token2WavDecoder:
     return token2wav.build_random("cpu", 0, vocoder_channels=64, **SMALL)
