@@ -139,8 +139,10 @@ class CadenceModule(torch.nn.Module):
         edited = self._weights.edited()
         if edited:
             self._outdated(edited)
-        program = self._programs.get(signature) or self._late(signature)
-        return program if isinstance(program, str) else (program, state)
+        program: Program | str = self._programs.get(signature) or self._late(signature)
+        if isinstance(program, str):
+            return program
+        return program, state
 
     def _late(self, signature: Signature) -> Program | str:
         """The program of a signature that no warm-up has compiled, or the reason why there is none."""
@@ -154,7 +156,7 @@ class CadenceModule(torch.nn.Module):
                 return f"module changed: {changed}" if changed else program
             except (TraceError, PassError) as error:
                 self._refused[signature] = f"not compiled: {error}"
-        return self._refused[signature]
+        return str(self._refused[signature])
 
     def _state(self, bound: dict[str, Any]) -> dict[str, torch.Tensor] | str:
         """State tensors by region, cut to the demanded shape.
@@ -260,8 +262,7 @@ class CadenceModule(torch.nn.Module):
         return program
 
     def _outdated(self, edited: Sequence[str]) -> None:
-        """Weights were edited: forget the constants and programs that came from them, and why others had failed."""
-        self._refused.clear()
+        """Weights were edited: forget the constants and programs that came from them."""
         self._counts["weights edited"] += 1
         self.compiler.refresh()
         self._forget()
@@ -320,6 +321,7 @@ class CadenceModule(torch.nn.Module):
         """
         with self._lock:
             self._outdated(("refresh()",))
+            self._refused.clear()
         return self
 
     def seal(self, strict: bool = False) -> CadenceModule:
