@@ -40,7 +40,7 @@ class Binding:
 
     Attributes:
         draws: the run moves the device's generator.
-        alias: outputs are the static ones, overwritten by the next replay.
+        alias: outputs are the static ones, overwritten by a later replay of this engine.
         any_alignment: stock gives the same bits whatever the inputs' alignment.
         predicted_bytes, measured_bytes: of static inputs and outputs; of all memory that the binding added.
         seconds: that the capture took, certificate included.
