@@ -33,6 +33,12 @@ def register(code: str, title: str) -> str:
     return code
 
 
+def short_source(source: str) -> str:
+    """A source line as people read it: the last three parts of its path."""
+    path, colon, line = source.rpartition(":")
+    return f"{'/'.join(path.split('/')[-3:])}{colon}{line}"
+
+
 @dataclass(frozen=True)
 class Change:
     """One rewrite that a pass made.
@@ -59,7 +65,7 @@ class Change:
 
     def __str__(self) -> str:
         times = f" ({self.count}x)" if self.count != 1 else ""
-        at = f" [{self.source}]" if self.source else ""
+        at = f" [{short_source(self.source)}]" if self.source else ""
         return f"{self.pass_name}: {self.what} {self.where}{times}: {self.why}{at}"
 
 
@@ -97,6 +103,6 @@ class Rejection:
 
     def __str__(self) -> str:
         title = f" {self.title}" if self.title else ""
-        at = f" [{self.source}]" if self.source else ""
+        at = f" [{short_source(self.source)}]" if self.source else ""
         hints = "".join(f"\n  hint: {hint}" for hint in self.hints)
         return f"{self.code}{title}: {self.pass_name} left {self.node} alone: {self.explanation}{at}{hints}"

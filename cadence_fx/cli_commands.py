@@ -116,6 +116,7 @@ def demo(
     show, on = _show(json), _device(device)
     _family(target, option)
     show.heading(f"{target} on {on}: stock and rewritten, side by side")
+    show.line("the first call of each shape includes tracing and compiling it")
     result = _verified(show, target, on, chunks, seed, _options(option))
     fast = result.module
     report: Report = fast.report
@@ -193,7 +194,7 @@ def _written(show: Show, fast: Any, out: Path) -> list[str]:
 
     with _rejections():
         files = [str(path) for path in write(fast, out)]
-    show.notes(f"graphs written to {out}", files)
+    show.notes(f"graphs written to {out}", map(str, files), len(files))
     return files
 
 

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cadence_fx.changes import Change, Rejection
+from cadence_fx.cli_notes import MAX_WIDTH, rejection_lines, rewrite_lines
+
 __all__ = ["Report", "Show", "VerifyResult", "VerifyStep"]
 
 Value = object
@@ -57,12 +60,12 @@ class Report(Protocol):
         """One row a region."""
 
     @property
-    def rewrites(self) -> Sequence[Any]:
-        """What was rewritten; ``str`` of each is its line."""
+    def rewrites(self) -> Sequence[Change]:
+        """What was rewritten."""
 
     @property
-    def rejections(self) -> Sequence[Any]:
-        """What was left alone and why; ``str`` of each is its line."""
+    def rejections(self) -> Sequence[Rejection]:
+        """What was left alone and why."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that ``explain --json`` prints."""
@@ -138,16 +141,19 @@ class Show:
         return self.console.is_terminal and sum(widths) + 3 * len(widths) <= self.console.width
 
     def regions(self, report: Report) -> None:
-        """The region table; on a terminal too narrow for the reasons, these follow it."""
+        """The region table; where it would be too wide with the reasons, these follow it."""
         columns = [name for name in REGION_COLUMNS if name != "reason" or any(row.reason for row in report.regions)]
         cells = [[cell(name, getattr(row, REGION_COLUMNS[name])) for name in columns] for row in report.regions]
-        if columns[-1] != "reason" or not self.console.is_terminal or self.fits(columns, cells):
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        narrow = self.fits(columns, cells) if self.console.is_terminal else sum(widths) + 2 * len(widths) <= MAX_WIDTH
+        if columns[-1] != "reason" or narrow:
             self.table(columns, cells)
             return
         self.table(columns[:-1], [row[:-1] for row in cells])
-        for row in report.regions:
-            if row.reason:
-                self.line(f"  {row.region}: {row.reason}")
+        self.line()
+        for reason in dict.fromkeys(row.reason for row in report.regions if row.reason):
+            names = [row.region for row in report.regions if row.reason == reason]
+            self.line(f"  {', '.join(names)}: {reason}")
 
     def state_bytes(self, report: Report) -> None:
         """Bytes that stock reserves for state against those that the contract's buffers take."""
@@ -156,19 +162,19 @@ class Show:
         ratio = f", {stock / ours:.2f} times as much" if ours else ""
         self.line(f"state: {ours:,} bytes in the contract's buffers; stock reserves {stock:,}{ratio}")
 
-    def notes(self, title: str, notes: Sequence[object]) -> None:
-        """A titled list of rewrites or rejections."""
-        self.heading(f"{title}: {len(notes) or 'none'}")
-        for note in notes:
-            self.line(f"  {note}")
+    def notes(self, title: str, lines: Iterable[str], count: int) -> None:
+        """A titled list and how many things it tells of."""
+        self.heading(f"{title}: {count or 'none'}")
+        for line in lines:
+            self.line(f"  {line}")
 
     def report(self, report: Report) -> None:
         """Regions, state bytes, rewrites and rejections."""
         self.regions(report)
         self.line()
         self.state_bytes(report)
-        self.notes("rewrites made", report.rewrites)
-        self.notes("rewrites declined", report.rejections)
+        self.notes("rewrites made", rewrite_lines(report.rewrites), sum(change.count for change in report.rewrites))
+        self.notes("rewrites declined", rejection_lines(report.rejections), len(report.rejections))
 
     # -------------------------------------------------------------------------------------- verification
     def step(self, step: VerifyStep) -> None:

@@ -15,6 +15,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -354,8 +355,10 @@ def _user_frames() -> Iterator[None]:
         yield
         return
 
+    own = os.path.dirname(__file__)  # adapters are in a folder below it
+
     def keep(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        user = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+        user = [f for f in frames if "/torch/" not in f.filename and os.path.dirname(f.filename) != own]
         return traceback.StackSummary.from_list(user[-4:])
 
     tracer._filter_traceback_frames = keep

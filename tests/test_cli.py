@@ -17,6 +17,8 @@ from torch import nn
 
 import cadence_fx
 from cadence_fx import cli
+from cadence_fx.changes import Change, Rejection
+from cadence_fx.cli_notes import MAX_WIDTH, rejection_lines, rewrite_lines
 from cadence_fx.cli_show import Show, cell, extents, size
 from cadence_fx.errors import ContractError, VerificationError
 
@@ -44,8 +46,10 @@ class Row:
 @dataclass
 class FakeReport:
     regions: list[Row] = field(default_factory=lambda: [Row(), Row(region="text_kv", verdict="exclude", reason="wide")])
-    rewrites: list[str] = field(default_factory=lambda: ["ring_writeback: solver_kv written in place"])
-    rejections: list[str] = field(default_factory=lambda: ["fuse_pointwise: tanh has no exhaustive proof"])
+    rewrites: list[Change] = field(default_factory=lambda: [Change("ring_writeback", "writeback", "solver_kv", "all")])
+    rejections: list[Rejection] = field(
+        default_factory=lambda: [Rejection("CX901", "fuse_pointwise", "tanh", "it has no exhaustive proof")]
+    )
 
     def to_dict(self) -> dict[str, Any]:
         return {"regions": [asdict(row) for row in self.regions]}
@@ -227,7 +231,7 @@ def test_explain_needs_no_module_and_prints_aligned_columns(fakes: Fakes, run: R
     assert lines[1].split("  ")[-2:] == ["3.5 MiB", "3.50"]
     assert lines[2].endswith("3.50  wide")
     assert "state: 2,097,152 bytes in the contract's buffers; stock reserves 7,340,032, 3.50 times as much" in lines
-    assert "  fuse_pointwise: tanh has no exhaustive proof" in lines
+    assert lines[-2:] == ["  CX901 (fuse_pointwise)", "    tanh: it has no exhaustive proof"]
 
 
 def test_explain_with_trace_builds_the_module(fakes: Fakes, run: RunCli) -> None:
@@ -332,6 +336,49 @@ def test_cells_read_as_people_write_them() -> None:
     assert extents((302, 352, 402)) == "302, 352, 402"
     assert extents(range(2, 57, 2)) == "2..56 (28)"
     assert [cell("rho", 3.5), cell("W", None), cell("stock bytes", 2048), cell("K", 3)] == ["3.50", "-", "2.0 KiB", "3"]
+
+
+# ------------------------------------------------------------------------------------------ notes
+def test_rewrites_that_are_alike_are_told_once_with_their_places_below() -> None:
+    line = "/somewhere/site-packages/vendor/flow/decoder.py:82 in forward"
+    assert list(
+        rewrite_lines(
+            [
+                Change("eliminate_dead", "removed", "aten.add.Tensor", "nothing reads it", count=2),
+                Change("hoist_constants", "hoisted", "constant", "it never changes", line, 72),
+                Change("eliminate_dead", "removed", "aten.mul.Tensor", "nothing reads it"),
+                Change("ring_writeback", "writeback", "kv", "all in place"),
+                Change("ring_writeback", "writeback", "mel", "1 copy"),
+            ]
+        )
+    ) == [
+        "eliminate_dead: removed 3: nothing reads it",
+        "  2 x aten.add.Tensor, 1 x aten.mul.Tensor",
+        "hoist_constants: hoisted 72: it never changes",
+        "  72 x constant [vendor/flow/decoder.py:82 in forward]",
+        "ring_writeback: writeback 2",
+        "  1 x kv: all in place",
+        "  1 x mel: 1 copy",
+    ]
+
+
+def test_a_hint_is_told_once_for_all_places_that_share_it() -> None:
+    left = [Rejection("CX901", "pass", f"cat_{i}", "a reader", ("move it",), "/a/b/c/d.py:1 in f") for i in range(2)]
+    assert list(rejection_lines(left)) == [
+        "CX901 (pass)",
+        "  cat_0: a reader [b/c/d.py:1 in f]",
+        "  cat_1: a reader [b/c/d.py:1 in f]",
+        "  hint: move it",
+    ]
+
+
+def test_no_line_of_notes_or_regions_is_too_long_to_read(capsys: Capture) -> None:
+    changes = [Change("eliminate_dead", "removed", f"aten.operator_{i}.default", "dead") for i in range(60)]
+    assert max(map(len, rewrite_lines(changes))) <= MAX_WIDTH
+    Show(None).regions(FakeReport([Row(reason="a" * 120), Row(region="other", reason="a" * 120)]))
+    printed = capsys.readouterr().out
+    assert "\n  solver_kv, other: " + "a" * 120 in printed
+    assert max(map(len, printed.splitlines())) <= MAX_WIDTH
 
 
 # ------------------------------------------------------------------------------------------ tables
