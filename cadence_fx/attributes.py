@@ -21,6 +21,7 @@ from cadence_fx.errors import TraceError
 __all__ = ["AttributeWatch"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_TENSORS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DEPTH = 3  # how far a value is followed into containers and configuration objects
 _ABSENT = object()
@@ -78,8 +79,7 @@ class AttributeWatch:
         events: list[_Event] = []
         try:
             with _lock, warnings.catch_warnings(), _recorded(self._index, events):
-                # torch.export names the ones that are judged here.
-                warnings.filterwarnings("ignore", "The tensor attribute")
+                warnings.filterwarnings("ignore", "The tensor attribute")  # torch.export names what is judged here
                 yield
         finally:
             inside = [(i, name) for i, kept in enumerate(before) for name in kept.restore()]
@@ -89,9 +89,10 @@ class AttributeWatch:
             f"{self._pairs[i][0]}.{name}".lstrip(".") for i, name in (*written, *inside) if (i, name) not in temporary
         ]
         for event in events:
-            if not event.wrote and event.name not in _OWN and (event.module, event.name) not in self._seen | temporary:
-                self._seen.add((event.module, event.name))
-                self._watch(event.module, event.name)
+            key = (event.module, event.name)
+            if not event.wrote and event.name not in _OWN and key not in self._seen and key not in temporary:
+                self._seen.add(key)
+                self._watch(*key)
         if changed:
             raise TraceError(
                 f"a call changes the attribute {changed[0]!r}, which a replay would not: pass it as an argument and "
@@ -182,7 +183,7 @@ def _simple(items: list[tuple[Any, Any]]) -> bool:
 
 
 class _Event(NamedTuple):
-    """A read or write of an attribute of a traced module: its index, the name, whether it wrote, and if so a tensor."""
+    """An access to an attribute of a traced module: the module's number, the name, whether it set it, to a tensor."""
 
     module: int
     name: str
@@ -202,11 +203,8 @@ def _recorded(index: Mapping[int, int], events: list[_Event]) -> Iterator[None]:
 
     def write(self: torch.nn.Module, name: str, value: Any) -> None:
         found = index.get(id(self))
-        if (
-            found is not None
-            and threading.get_ident() == me
-            and not _same(plain(self, "__dict__").get(name, _ABSENT), value)
-        ):
+        mine = found is not None and threading.get_ident() == me
+        if found is not None and mine and not _same(plain(self, "__dict__").get(name, _ABSENT), value):
             events.append(_Event(found, name, True, isinstance(value, torch.Tensor)))
         assign(self, name, value)
 
@@ -220,7 +218,7 @@ def _recorded(index: Mapping[int, int], events: list[_Event]) -> Iterator[None]:
 
 
 def _temporaries(events: list[_Event]) -> set[tuple[int, str]]:
-    """Attributes that every call sets to a tensor before it reads them, as old-style weight norm does."""
+    """Attributes that a call sets to a tensor before it reads them, as old-style weight norm does with ``weight``."""
     first: dict[tuple[int, str], _Event] = {}
     read_later: set[tuple[int, str]] = set()
     for event in events:
@@ -251,17 +249,14 @@ class _Contents:
         for name, kept in self.inside.items():
             container = mine[name]
             if not _same_items(container, kept):
-                inner = (
-                    [k for k in container if k not in kept or container[k] is not kept[k]]
-                    if isinstance(kept, dict)
-                    else []
-                )
-                changed += (
-                    [str(k) for k in inner] if inner and name in ("_buffers", "_parameters", "_modules") else [name]
-                )
+                changed += _changed_keys(container, kept) if name in _TENSORS else [name]
                 container.clear()
                 container.extend(kept) if isinstance(kept, list) else container.update(kept)
         return changed
+
+
+def _changed_keys(found: Any, kept: Any) -> list[str]:
+    return [k for k in {**kept, **found} if found.get(k, _ABSENT) is not kept.get(k, _ABSENT)]
 
 
 def _same(a: Any, b: Any) -> bool:

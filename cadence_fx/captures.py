@@ -1,6 +1,7 @@
 """Programs bound to captured graphs: what is captured for a signature, how it is certified, and how a call runs.
 
-The engine (`cadence_fx.replay`) knows callables and tensors; this is where a program, the contract's buffers and stock meet it.
+The engine (`cadence_fx.replay`) knows callables and tensors; this is where a program, the contract's buffers and
+stock meet it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from cadence_fx.catalog import Signature
 from cadence_fx.compiler import Compiler, Program, describe
-from cadence_fx.contract import Contract, Result
+from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.memory import Memory, dtype_of
 from cadence_fx.places import get_path, set_path
@@ -138,7 +139,7 @@ class Captures:
         return found
 
     def reference(self, program: Program) -> Callable[..., Any]:
-        """Stock on the same buffers: reads the state that lies there, leaves its new state there, returns the other outputs."""
+        """Stock on the same buffers: reads the state that lies there, leaves its new state there, returns the rest."""
         owned = set(program.state_at.values())
 
         def run(*inputs: Any) -> tuple[Any, ...]:
@@ -146,8 +147,9 @@ class Captures:
             for place, value in zip(program.inputs, inputs, strict=True):
                 bound = set_path(bound, place, value)
             for link in program.links:
-                place = self.contract.region(link.name).enters
-                bound = set_path(bound, place, self.memory[link.name].view(link.old))  # type: ignore[arg-type]
+                enters = self.contract.region(link.name).enters
+                if isinstance(enters, Arg):
+                    bound = set_path(bound, enters, self.memory[link.name].view(link.old))
             result = self.stock.run_demand(bound)
             for link in program.links:
                 leaves = self.contract.region(link.name).leaves
@@ -180,7 +182,9 @@ class Captures:
         for signature, row in self.rows.items():
             if row.binding is not None:
                 mib = row.binding.measured_bytes / 2**20
-                lines.append(f"{describe(signature)}: captured and certified in {row.binding.seconds:.2f} s, {mib:.0f} MiB")
+                lines.append(
+                    f"{describe(signature)}: captured and certified in {row.binding.seconds:.2f} s, {mib:.0f} MiB"
+                )
             else:
                 lines.append(f"{describe(signature)}: {'; '.join(map(str, row.refusals))}")
         return lines

@@ -18,7 +18,7 @@ from cadence_fx.bits import Difference, first_difference
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.live_state import FLOATS, Generators, HostCopy, StartState, randomised
 from cadence_fx.refusal import DIFFERENT_BITS, DIFFERENT_POSITION, NOT_REPEATABLE, Refusal
-from cadence_fx.staging import copy_of
+from cadence_fx.staging import copy_of, twin_of
 
 __all__ = ["Certificate", "certify"]
 
@@ -28,6 +28,7 @@ SUSPICION = 6  # more runs of stock against itself before a replay is blamed
 @dataclass
 class _Observed:
     outputs: Any
+    inputs: list[Any]  # as the run left them
     state: HostCopy | None
     position: torch.Tensor
 
@@ -40,18 +41,23 @@ class _Trial:
     start: StartState
     generators: Generators
     compared: Sequence[torch.Tensor]
+    staged: Sequence[bool]
 
     def observe(self, label: str, run: Callable[..., Any], inputs: Sequence[Any], round_: int, keep: bool) -> _Observed:
         self.start.start(round_)
         self.generators.rewind(round_)
-        outputs = self.generators.watch(label, lambda: run(*inputs))
+        # Copies: a run may write its arguments, and the caller's are not ours to change.
+        given = [twin_of(v) if staged else v for v, staged in zip(inputs, self.staged, strict=True)]
+        outputs = self.generators.watch(label, lambda: run(*given))
         outputs = pytree.tree_map(lambda v: copy_of(v) if isinstance(v, torch.Tensor) else v, outputs)
         self.backend.synchronize()
-        return _Observed(outputs, HostCopy(self.compared) if keep else None, self.backend.position())
+        left = [v for v, staged in zip(given, self.staged, strict=True) if staged]
+        return _Observed(outputs, left, HostCopy(self.compared) if keep else None, self.backend.position())
 
     def compare(self, expected: _Observed, found: _Observed) -> Difference | None:
         assert expected.state is not None
         difference = first_difference("output", expected.outputs, found.outputs) or expected.state.difference()
+        difference = difference or first_difference("input", expected.inputs, found.inputs)
         if difference is None and self.generators.device_moves:
             difference = first_difference("generator position", expected.position, found.position)
         return difference
@@ -112,7 +118,7 @@ def certify(
         rounds: the first on ``inputs``, the others on random values of the same shapes, each under its own seed.
         replays: of each round.
     """
-    trial = _Trial(backend, start, generators, compared)
+    trial = _Trial(backend, start, generators, compared, staged)
     for round_ in range(rounds):
         given = randomised(inputs, staged, round_) if round_ else list(inputs)
         expected = trial.observe("stock", reference, given, round_, keep=True)

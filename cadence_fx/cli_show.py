@@ -60,6 +60,14 @@ class Report(Protocol):
         """One row a region."""
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of all state and scratch regions, constants apart."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What stock reserves for these."""
+
+    @property
     def rewrites(self) -> Sequence[Change]:
         """What was rewritten."""
 
@@ -157,10 +165,9 @@ class Show:
 
     def state_bytes(self, report: Report) -> None:
         """Bytes that stock reserves for state against those that the contract's buffers take."""
-        ours = sum(row.bytes or 0 for row in report.regions)
-        stock = sum(row.reserved_bytes or 0 for row in report.regions)
+        ours, stock = report.state_bytes, report.reserved_bytes
         ratio = f", {stock / ours:.2f} times as much" if ours else ""
-        self.line(f"state: {ours:,} bytes in the contract's buffers; stock reserves {stock:,}{ratio}")
+        self.line(f"state and scratch: {ours:,} bytes in the contract's buffers; stock reserves {stock:,}{ratio}")
 
     def notes(self, title: str, lines: Iterable[str], count: int) -> None:
         """A titled list and how many things it tells of."""

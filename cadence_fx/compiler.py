@@ -111,7 +111,7 @@ class Compiler:
         self._template()  # an argument that nobody declares is an error now and not at the first call
 
     def restart(self) -> None:
-        """Make a new twin to trace, after the module's attributes, submodules or hooks changed; all traces are forgotten."""
+        """Trace a new twin, after the module's attributes, submodules or hooks changed; all traces are forgotten."""
         self.traced = make_twin(self.module, share_parameters=True)
         for name in CALL_HOOKS:  # those of the module itself run where it is called, around a replay too
             self.traced.__dict__[name].clear()
@@ -137,7 +137,9 @@ class Compiler:
 
     def scratch_places(self) -> list[tuple[Attr, Region]]:
         """Vendor buffers that no call reads before writing, and their declarations."""
-        return [(r.enters, r) for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)]
+        return [
+            (r.enters, r) for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
+        ]
 
     def _drop_scratch(self) -> None:
         for place, region in self.scratch_places():
@@ -158,11 +160,15 @@ class Compiler:
         for place in places:
             if isinstance(place, Arg):
                 if place.keys[0] not in args:
-                    raise ContractError(f"{place}: forward has no argument {place.keys[0]!r}; it takes {', '.join(args)}")
+                    raise ContractError(
+                        f"{place}: forward has no argument {place.keys[0]!r}; it takes {', '.join(args)}"
+                    )
                 _grow(args, place.keys, _OPEN)
         missing = [name for name, value in args.items() if value is _OPEN and not any(_root(p) == name for p in places)]
         if missing:
-            raise ContractError(f"argument {missing[0]!r} of forward is not declared; add an Input, a Region or a Scalar for it")
+            raise ContractError(
+                f"argument {missing[0]!r} of forward is not declared; add an Input, a Region or a Scalar for it"
+            )
         return args
 
     def arguments(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -184,10 +190,12 @@ class Compiler:
             _grow(args, place.keys, value)
             _grow(dynamic, place.keys, set())
         # Arguments left at their default are constants of the trace.
-        return args, pytree.tree_map(lambda v: v if isinstance(v, set) else set(), dynamic, is_leaf=lambda v: isinstance(v, set))
+        return args, pytree.tree_map(
+            lambda v: v if isinstance(v, set) else set(), dynamic, is_leaf=lambda v: isinstance(v, set)
+        )
 
     def varies(self, region: Region, example: torch.Tensor) -> bool:
-        """True if the growing dimension becomes a symbol: worth it from three extents on, and tracing fixes sizes 0 and 1."""
+        """True if the growing dimension becomes a symbol: from three extents on; tracing fixes sizes 0 and 1."""
         if not region.grows or region.dim is None or example.shape[region.dim] < 2:
             return False
         return sum(extent > 1 for extent in region_extents(self.contract, region).attended_all) >= SYMBOLIC_FROM
@@ -241,7 +249,7 @@ class Compiler:
         return flat, places, trace
 
     def links(self, signature: Signature, flat: FlatGraph, places: Sequence[Arg]) -> tuple[RegionLink, ...]:
-        """How each region enters and leaves the graph; extents after the call are the graph's own, checked against retention."""
+        """How each region enters and leaves the graph; new extents are the graph's, checked against retention."""
         outputs = list(flat.output.args[0])  # type: ignore[arg-type]
         indices = pytree.tree_unflatten(list(range(len(outputs))), flat.out_spec)
         links = []
@@ -256,7 +264,9 @@ class Compiler:
             if index is not None:
                 meta = meta_of(outputs[index]) if isinstance(outputs[index], fx.Node) else None
                 if meta is None:
-                    raise ContractError(f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor")
+                    raise ContractError(
+                        f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor"
+                    )
                 new = self._new_extent(signature, region, meta.shape)
             name = entry[region.enters]
             links.append(
@@ -264,7 +274,8 @@ class Compiler:
                            old if region.dim is not None else 0, new if region.dim is not None else 0,
                            buffer.offset(old) if region.dim is not None else 0,
                            buffer.offset(new) if region.dim is not None else 0,
-                           self.contract.advance(region, self.contract.call(signature.call).ticks), signature.state.variant)
+                           self.contract.advance(region, self.contract.call(signature.call).ticks),
+                           signature.state.variant)
             )  # fmt: skip
         return tuple(links)
 
@@ -273,11 +284,14 @@ class Compiler:
         if region.dim is not None:
             grown = self.contract.advance(region, self.contract.call(signature.call).ticks)
             variant = signature.state.variant if len(region.starts) > 1 else 0
-            expected[region.dim] = retained(region.retain, self.extent(signature, region) + grown, region.starts[variant])
+            expected[region.dim] = retained(
+                region.retain, self.extent(signature, region) + grown, region.starts[variant]
+            )
         if list(shape) != expected:
             raise ContractError(
-                f"Region {region.name!r}: after {describe(signature)} the module leaves shape {list(shape)}, the contract says "
-                f"{expected}; mend its retain ({region.retain}), growth ({region.growth}), order or shape"
+                f"Region {region.name!r}: after {describe(signature)} the module leaves shape {list(shape)}, "
+                f"the contract says {expected}; mend its retain ({region.retain}), growth ({region.growth}), order "
+                "or shape"
             )
         return shape[region.dim] if region.dim is not None else 0
 
@@ -305,7 +319,9 @@ class Compiler:
         module = self.build(result.flat)
         kept = set(_placeholders(result.flat))
         inputs = tuple(place for place, name in zip(places, entered, strict=True) if name in kept)
-        depends = frozenset().union(*(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants))
+        depends = frozenset().union(
+            *(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants)
+        )
         return Program(
             signature, module.forward, module, result.flat, inputs, links, flat.out_spec,
             {link.name: link.output for link in links if link.output is not None}, result.changes, result.rejections,
@@ -327,7 +343,7 @@ class Compiler:
                     traced._buffers[name] = buffer
 
     def fetch(self, flat: FlatGraph, target: str) -> torch.Tensor:
-        """The tensor behind a get_attr node: a lifted or hoisted constant, a region's buffer, or the module's own attribute."""
+        """The tensor behind a get_attr node: a constant, a region's buffer, or the module's own attribute."""
         if target in flat.constants:
             return flat.constants[target]
         if target.startswith("region_") and target[len("region_") :] in self.memory.buffers:

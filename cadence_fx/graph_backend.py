@@ -16,6 +16,10 @@ import torch
 __all__ = ["CudaBackend", "CudaGraphHandle", "GraphBackend", "collector_paused"]
 
 
+# Before per-capture generator states, beginning any capture put the default generator's state into capture mode.
+_FLAGS_DEFAULT_GENERATOR = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
+
+
 class GraphBackend(Protocol):
     """The device operations that the engine uses. Positions are opaque byte tensors on the host."""
 
@@ -99,6 +103,10 @@ class CudaBackend:
     The device's default generator is never registered with a graph. A capture gets a private clone of its state, and a
     replay copies the position in and out. So a failed capture cannot leave the default generator in capture mode, and a
     replay serves whatever state the default generator has then, graph-safe exchanges included.
+
+    Other threads may work during a capture, with one exception that torch leaves no way around: they may not draw from
+    the device's default generator while a run that draws is captured, nor, before torch 2.13, in the instant in which
+    any capture begins. Draws from generators of their own are always safe.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,7 +150,8 @@ class CudaBackend:
         torch.clear_autocast_cache()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            generator.graphsafe_set_state(private)
+            if draws or _FLAGS_DEFAULT_GENERATOR:
+                generator.graphsafe_set_state(private)
             try:
                 # Other threads may go on: only unsafe calls of this thread end the capture.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -160,7 +169,7 @@ class CudaBackend:
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a broken capture: the stream leaves capture mode, the allocator stops serving from the pool."""
-        with suppress(RuntimeError):
+        with suppress(Exception):  # a warning that the user turned into an error counts as little as the error itself
             graph.capture_end()
         try:
             # An invalidated capture raises in capture_end before it tells the allocator; else this raises.
@@ -169,7 +178,7 @@ class CudaBackend:
             pass
         else:
             torch._C._cuda_releasePool(self.device.index, pool)
-        with suppress(RuntimeError):
+        with suppress(Exception):
             graph.reset()
         # The pinned-memory allocator may keep a pointer to a graph whose capture never ended properly.
         self._abandoned.append(graph)

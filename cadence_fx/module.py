@@ -1,8 +1,8 @@
 """The module that `cadence_fx.transform` returns: called exactly as the user's, served from contract-owned state.
 
-A call is admitted if its signature is in the catalog, its state is the state that the last call left (or a tensor that can be
-adopted by one copy) and nothing that changes bits has changed. Everything else runs as stock would, on a twin of the module, and
-is counted by reason.
+A call is admitted if its signature is in the catalog, its state is the state that the last call left (or a tensor that
+can be adopted by one copy) and nothing that changes bits has changed. Everything else runs as stock would, on a twin of
+the module, and is counted by reason.
 """
 
 from __future__ import annotations
@@ -56,8 +56,27 @@ def eager() -> Iterator[None]:
 class CadenceModule(torch.nn.Module):
     """See `cadence_fx.transform`. Parameters, buffers and submodules are those of the fallback twin, `stock`."""
 
+    stock: torch.nn.Module
+    contract: Contract
+    compiler: Compiler
+    memory: Memory
+    _stock: Stock
+    _captures: Captures | None
+    _programs: dict[Signature, Program]
+    _refused: dict[Signature, str]
+    _table: _SignatureTable
+    _weights: WeightWatch
+    _audit: ShadowAudit | None
+    _modes: tuple[Any, ...]
+
     def __init__(
-        self, module: torch.nn.Module, contract: Contract, device: torch.device, skip: frozenset[str], backend: str, streams: int
+        self,
+        module: torch.nn.Module,
+        contract: Contract,
+        device: torch.device,
+        skip: frozenset[str],
+        backend: str,
+        streams: int,
     ) -> None:
         super().__init__()
         twin = make_twin(module)
@@ -124,6 +143,16 @@ class CadenceModule(torch.nn.Module):
         signature = self._table.lookup(bound, state)
         if isinstance(signature, str):
             return signature
+        reason = self._changed()
+        if reason is not None:
+            return reason
+        program: Program | str = self._programs.get(signature) or self._late(signature)
+        if isinstance(program, str):
+            return program
+        return program, state
+
+    def _changed(self) -> str | None:
+        """Why programs cannot be used under the modes, attributes and weights of this moment, or None."""
         modes = ambient_modes(self.memory.device.type)
         if not self._programs:
             self.__dict__["_modes"] = modes  # programs are made under the modes of the first
@@ -139,8 +168,7 @@ class CadenceModule(torch.nn.Module):
         edited = self._weights.edited()
         if edited:
             self._outdated(edited)
-        program = self._programs.get(signature) or self._late(signature)
-        return program if isinstance(program, str) else (program, state)
+        return None
 
     def _late(self, signature: Signature) -> Program | str:
         """The program of a signature that no warm-up has compiled, or the reason why there is none."""
@@ -154,7 +182,7 @@ class CadenceModule(torch.nn.Module):
                 return f"module changed: {changed}" if changed else program
             except (TraceError, PassError) as error:
                 self._refused[signature] = f"not compiled: {error}"
-        return self._refused[signature]
+        return str(self._refused[signature])
 
     def _state(self, bound: dict[str, Any]) -> dict[str, torch.Tensor] | str:
         """State tensors by region, cut to the demanded shape.
@@ -182,7 +210,7 @@ class CadenceModule(torch.nn.Module):
     def _run(self, program: Program, bound: dict[str, Any], state: dict[str, torch.Tensor]) -> Any:
         inputs = [get_path(bound, place) for place in program.inputs]
         self._adopt(state)
-        audit: ShadowAudit | None = self._audit
+        audit = self._audit
         expected = None if audit is None else audit.expected(program, inputs, state)
         outputs = self._execute(program, inputs)
         if program.writes:
@@ -196,7 +224,7 @@ class CadenceModule(torch.nn.Module):
 
     def _execute(self, program: Program, inputs: list[Any]) -> Any:
         """A replay where there is one, else the program itself: the same operators, launched one by one."""
-        captures: Captures | None = self._captures
+        captures = self._captures
         found: Any = "capture off"
         if captures is not None:
             found = captures.run(program, inputs)
@@ -244,7 +272,7 @@ class CadenceModule(torch.nn.Module):
         return result
 
     def _entry(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that makes state (the prompt pass) as stock, on the contract's memory, and take its state over."""
+        """Run a method that makes state (the prompt pass) as stock, and take its state over."""
         with self._lock:
             self._counts[entry.method] += 1
             result = self._stock.run_entry(entry, args, kwargs)
@@ -260,8 +288,7 @@ class CadenceModule(torch.nn.Module):
         return program
 
     def _outdated(self, edited: Sequence[str]) -> None:
-        """Weights were edited: forget the constants and programs that came from them, and why others had failed."""
-        self._refused.clear()
+        """Weights were edited: forget the constants and programs that came from them."""
         self._counts["weights edited"] += 1
         self.compiler.refresh()
         self._forget()
@@ -316,10 +343,11 @@ class CadenceModule(torch.nn.Module):
     def refresh(self) -> CadenceModule:
         """Forget what was computed from weights, and compile again on the next calls.
 
-        Edits are noticed by themselves, but for those through ``parameter.data``, which leave no trace in the parameter.
+        Edits are noticed by themselves, but for those through ``parameter.data``, which leave no trace there.
         """
         with self._lock:
             self._outdated(("refresh()",))
+            self._refused.clear()
         return self
 
     def seal(self, strict: bool = False) -> CadenceModule:
@@ -345,7 +373,8 @@ class CadenceModule(torch.nn.Module):
             extra = {k: v for k, v in self._counts.items() if k not in counts}
             return {
                 **counts, **extra, "eager": dict(self._reasons), "programs": len(self._programs),
-                "misses": dict(self._misses), "state_bytes": self.memory.nbytes, "constant_bytes": self.compiler.constants.nbytes(self.parameters()),
+                "misses": dict(self._misses), "state_bytes": self.memory.nbytes,
+                "constant_bytes": self.compiler.constants.nbytes(self.parameters()),
             }  # fmt: skip
 
     @property
@@ -439,16 +468,16 @@ def transform(
 ) -> CadenceModule:
     """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
 
-    The module is not changed: the result shares its weights and holds no reference to its oversized buffers. Signatures of the
-    catalog are traced, rewritten and compiled by `CadenceModule.warmup` or on first use.
+    The module is not changed: the result shares its weights and holds no reference to its oversized buffers. Signatures
+    of the catalog are traced, rewritten and compiled by `CadenceModule.warmup` or on first use.
 
     Args:
         module: in eval mode.
         contract: its declaration.
         skip: names of passes to leave out.
         device: of the state; the parameters' by default.
-        backend: "cuda" captures one graph per signature in `CadenceModule.warmup`, "plan" runs the rewritten graph operator by
-            operator, "auto" is "cuda" where the state is on a GPU and CADENCE_CAPTURE is not 0.
+        backend: "cuda" captures one graph per signature in `CadenceModule.warmup`, "plan" runs the rewritten graph
+            operator by operator, "auto" is "cuda" where the state is on a GPU and CADENCE_CAPTURE is not 0.
         streams: streams that a capture may use for independent branches.
 
     Raises:
@@ -461,7 +490,11 @@ def transform(
     for entry in contract.entries:
         if not callable(getattr(module, entry.method, None)):
             raise ContractError(f"entry {entry.method!r}: {type(module).__name__} has no such method")
-    where = torch.device(device) if device is not None else next((p.device for p in module.parameters()), torch.device("cpu"))
+    where = (
+        torch.device(device)
+        if device is not None
+        else next((p.device for p in module.parameters()), torch.device("cpu"))
+    )
     if backend not in ("auto", "cuda", "plan"):
         raise ContractError(f"transform: backend is {backend!r}; expected 'auto', 'cuda' or 'plan'")
     if backend == "cuda" and where.type != "cuda":

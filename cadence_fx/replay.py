@@ -23,9 +23,9 @@ import torch.utils._pytree as pytree
 from cadence_fx import refusal as codes
 from cadence_fx.certify import certify
 from cadence_fx.graph_backend import CudaBackend, GraphBackend, collector_paused
-from cadence_fx.live_state import Generators, StartState
 from cadence_fx.refusal import Refusal, refusal_of
-from cadence_fx.staging import CapturedInput, copies_of, nbytes_of, writable
+from cadence_fx.rehearsal import Request
+from cadence_fx.staging import CapturedInput, copies_of
 
 __all__ = ["Binding", "CudaBackend", "ExactShapeReplay", "GraphBackend", "Refusal"]
 
@@ -40,7 +40,7 @@ class Binding:
 
     Attributes:
         draws: the run moves the device's generator.
-        alias: outputs are the static ones, overwritten by the next replay.
+        alias: outputs are the static ones, overwritten by a later replay of this engine.
         any_alignment: stock gives the same bits whatever the inputs' alignment.
         predicted_bytes, measured_bytes: of static inputs and outputs; of all memory that the binding added.
         seconds: that the capture took, certificate included.
@@ -64,18 +64,6 @@ class _Entry:
     aliased: list[tuple[torch.Tensor, int]]
     outputs: list[Any]
     spec: pytree.TreeSpec
-
-
-@dataclass
-class _Call:
-    """What is asked to be captured."""
-
-    run: Callable[..., Any]
-    inputs: Sequence[Any]
-    aliased: Sequence[torch.Tensor]
-    compared: Sequence[torch.Tensor]
-    reference: Callable[..., Any]
-    alias: bool
 
 
 class ExactShapeReplay:
@@ -121,7 +109,7 @@ class ExactShapeReplay:
             run: reads its arguments and ``aliased``, and nothing else that changes.
             inputs: an example of its arguments: tensors, or plain values that stay fixed.
             aliased: buffers at fixed addresses that ``run`` reads or writes in place. Inputs in them are not staged.
-            preserve: those whose content must be as before; others may be left with anything.
+            preserve: those whose content must be as before; floats in others are overwritten. Constants are neither.
             reference: stock, on the same buffers; ``run`` itself if None.
             compared: what of the buffers must agree afterwards; all of ``aliased`` if None.
             alias: replays return the static outputs instead of copies.
@@ -130,18 +118,18 @@ class ExactShapeReplay:
             known = self._entries.get(key)
             if known is not None:
                 return known.binding
-            call = _Call(run, inputs, aliased, aliased if compared is None else compared, reference or run, alias)
-            found: Binding | Refusal | None = self._failed.get(key) or self._closed(call)
+            found: Binding | Refusal | None = self._failed.get(key) or self._closed(inputs)
             if found is None:
                 _bury()
-                found = self._attempt(key, call, preserve)
+                compared = aliased if compared is None else compared
+                found = self._attempt(Request(key, run, inputs, aliased, preserve, compared, reference or run, alias))
                 if isinstance(found, Refusal) and found.code != codes.BYTE_LIMIT:
                     self._failed[key] = found
             if isinstance(found, Refusal):
                 self._refusals[found.code] += 1
             return found
 
-    def _closed(self, call: _Call) -> Refusal | None:
+    def _closed(self, inputs: Sequence[Any]) -> Refusal | None:
         """Why nothing can be captured now, whatever it computes."""
         if self._sealed or self._broken:
             return Refusal(codes.SEALED, "sealed", self._broken or "seal() was called")
@@ -149,76 +137,53 @@ class ExactShapeReplay:
             return Refusal(codes.ALREADY_CAPTURING, "outer capture", "the caller's own capture records this call")
         if len(self._graphs) >= self.max_graphs:
             return Refusal(codes.GRAPH_LIMIT, "graph limit", f"max_graphs={self.max_graphs} graphs are in the pool")
-        for i, value in enumerate(call.inputs):
+        for i, value in enumerate(inputs):
             if isinstance(value, torch.Tensor) and value.device.type != self.device.type:
                 return Refusal(codes.HOST_VALUE, "host tensor", f"input {i} is on {value.device}, not on {self.device}")
         return None
 
-    def _attempt(self, key: Hashable, call: _Call, preserve: Sequence[torch.Tensor]) -> Binding | Refusal:
+    def _attempt(self, request: Request) -> Binding | Refusal:
         begin = time.perf_counter()
         self._fence()
         self.backend.synchronize()
-        generators = Generators(self.backend)
-        state = StartState(call.aliased, preserve)
+        request.prepare(self.backend)
         stage = codes.RUN_FAILED, "run failed"
         try:
-            resident = {t.untyped_storage().data_ptr() for t in call.aliased}
-            held = [CapturedInput(f"input {i}", value, resident) for i, value in enumerate(call.inputs)]
-            predicted = self._rehearse(call, held, state, generators)
+            predicted = request.probe()
             if isinstance(predicted, Refusal):
                 return predicted
+            refusal = self._over_budget(predicted)
+            if refusal is not None:
+                return refusal
+            self._warm = self.backend.new_stream() if self._warm is None else self._warm
+            request.warm_up(self._warm, self.warmup_runs)
             stage = codes.CAPTURE_FAILED, "capture failed"
-            entry = self._record(key, call, held, generators.moved["probe"][1], predicted)
+            entry = self._record(request, predicted)
             stage = codes.RUN_FAILED, "run failed"
             proof = certify(
-                self.backend, lambda *given: self._launch(entry, given), call.reference, call.inputs,
-                [bool(i.staged) for i in held], call.compared, state, generators,
+                self.backend, lambda *given: self._launch(entry, given), request.reference, request.inputs,
+                [bool(held.staged) for held in request.held], request.compared, request.state, request.generators,
             )  # fmt: skip
             if isinstance(proof, Refusal):
                 return proof
             seconds = time.perf_counter() - begin
             entry.binding = replace(entry.binding, any_alignment=proof.any_alignment, seconds=seconds)
-            self._entries[key] = entry
+            self._entries[request.key] = entry
             self._counts["captures"] += 1
             return entry.binding
         except Exception as error:  # noqa: BLE001 - whatever a run raises, the key runs as stock from now on
             return refusal_of(error, *stage)
         finally:
-            self._put_back(state, generators)
+            self._put_back(request)
 
-    def _rehearse(
-        self, call: _Call, held: Sequence[CapturedInput], state: StartState, generators: Generators
-    ) -> int | Refusal:
-        """Run before the capture: the bytes that a binding will hold, or what forbids one."""
-        static = [i.static for i in held]
-        leaves: list[Any] = []
-        for _ in range(2):  # another thread's draw looks like ours, but hardly twice
-            state.start(0)
-            generators.rewind()
-            leaves = pytree.tree_leaves(generators.watch("probe", lambda: call.run(*static)))
-            if not any(generators.moved["probe"]):
-                break
-        if generators.moved["probe"][0]:
-            return Refusal(codes.HOST_RANDOMNESS, "host randomness", "a graph would repeat the values drawn at capture")
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-        foreign = next((t.device for t in tensors if t.device.type != self.device.type), None)
-        if foreign is not None:
-            return Refusal(codes.HOST_VALUE, "host tensor", f"an output is on {foreign}, not on {self.device}")
-        predicted = sum(i.staged for i in held) + sum(nbytes_of(t) for t in tensors)
+    def _over_budget(self, predicted: int) -> Refusal | None:
         used = self._counts["measured_bytes"]
-        if self.max_bytes is not None and used + predicted > self.max_bytes:
-            detail = f"max_bytes={self.max_bytes}, in use {used}, inputs and outputs need {predicted}"
-            return Refusal(codes.BYTE_LIMIT, "byte limit", detail)
-        del leaves, tensors
-        self._warm = self.backend.new_stream() if self._warm is None else self._warm
-        for _ in range(self.warmup_runs):
-            state.start(0)
-            generators.rewind()
-            self.backend.run_on(self._warm, lambda: generators.watch("probe", lambda: call.run(*static)))
-        self.backend.synchronize()
-        return predicted
+        if self.max_bytes is None or used + predicted <= self.max_bytes:
+            return None
+        detail = f"max_bytes={self.max_bytes}, in use {used}, inputs and outputs need {predicted}"
+        return Refusal(codes.BYTE_LIMIT, "byte limit", detail)
 
-    def _record(self, key: Hashable, call: _Call, held: list[CapturedInput], draws: bool, predicted: int) -> _Entry:
+    def _record(self, request: Request, predicted: int) -> _Entry:
         if self._pool is None:
             # A stream that no warm-up used: library workspaces then come from the pool and live as long as its graphs.
             self._pool, self._stream = self.backend.new_pool(), self.backend.new_stream()
@@ -226,21 +191,19 @@ class ExactShapeReplay:
         if not self._graphs:
             self._pool = None  # until a capture succeeds: an allocator may not take up an abandoned pool again
         with collector_paused():
-            graph, result = self.backend.capture(lambda: call.run(*[i.static for i in held]), pool, stream, draws)
+            graph, result = self.backend.capture(request.run_static, pool, stream, request.draws)
         self._pool = pool
         self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
-        measured = max(0, self.backend.reserved_bytes() - before) + sum(i.staged for i in held)
+        measured = max(0, self.backend.reserved_bytes() - before) + sum(held.staged for held in request.held)
         self._counts["measured_bytes"] += measured
         self._counts["predicted_bytes"] += predicted
         outputs, spec = pytree.tree_flatten(result)
-        binding = Binding(key, self._generation, draws, call.alias, False, predicted, measured, 0.0)
-        return _Entry(binding, graph, held, [(t, t.data_ptr()) for t in call.aliased], outputs, spec)
+        binding = Binding(request.key, self._generation, request.draws, request.alias, False, predicted, measured, 0.0)
+        return _Entry(binding, graph, request.held, [(t, t.data_ptr()) for t in request.aliased], outputs, spec)
 
-    def _put_back(self, state: StartState, generators: Generators) -> None:
+    def _put_back(self, request: Request) -> None:
         try:
-            state.put_back()
-            generators.restore()
-            self.backend.synchronize()
+            request.put_back()
         except RuntimeError as error:
             self._broken = f"state could not be put back after a capture: {error}"
             raise
@@ -288,9 +251,10 @@ class ExactShapeReplay:
 
     def _launch(self, entry: _Entry, inputs: Sequence[Any]) -> Any:
         for held, value in zip(entry.inputs, inputs, strict=True):
-            if held.staged:
-                writable(held.static).copy_(writable(value))
+            held.stage(value)
         self.backend.replay(entry.graph, entry.binding.draws)
+        for held, value in zip(entry.inputs, inputs, strict=True):
+            held.unstage(value)
         return pytree.tree_unflatten(entry.outputs, entry.spec)
 
     def _fence(self) -> None:

@@ -1,13 +1,14 @@
 """Independent branches on side streams, inside one capture.
 
-A graph captured from one stream is a chain: each kernel waits for the one before it, whether it needs it or not. Here the true
-dependencies are worked out (values, memory that is read or written in place box by box, the order of random draws), reduced to the
-edges that are not implied by others, and covered by the fewest chains along these edges: each chain is a stream, so that no
-operator waits for one that it does not depend on. This is the assignment of Nimble (Kwon et al., NeurIPS 2020, section 4.2:
-minimum equivalent graph, then a maximum matching); streams are reused where that adds no false wait.
+A graph captured from one stream is a chain: each kernel waits for the one before it, whether it needs it or not. Here
+the true dependencies are worked out (values, memory that is read or written in place box by box, the order of random
+draws), reduced to the edges that are not implied by others, and covered by the fewest chains along these edges: each
+chain is a stream, so that no operator waits for one that it does not depend on. This is the assignment of Nimble
+(Kwon et al., NeurIPS 2020, section 4.2: minimum equivalent graph, then a maximum matching); streams are reused where
+that adds no false wait.
 
-A schedule is run once, under capture. A value that another stream reads is kept until its own stream has waited for that
-read, since the allocator would hand its memory out again on its own stream at once.
+A schedule is run once, under capture. A value that another stream reads is kept until its own stream has waited for
+that read, since the allocator would hand its memory out again on its own stream at once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Schedule:
     def summary(self) -> str:
         """Operators off the first stream and waits, for reports."""
         side = sum(s != 0 for s in self.stream.values())
-        return f"{side} of {len(self.stream)} operators on {self.streams - 1} side streams, {sum(map(len, self.waits.values()))} waits"
+        waits = sum(map(len, self.waits.values()))
+        return f"{side} of {len(self.stream)} operators on {self.streams - 1} side streams, {waits} waits"
 
 
 def dependencies(flat: FlatGraph) -> dict[fx.Node, set[fx.Node]]:
@@ -91,7 +93,13 @@ def _is_view(node: fx.Node) -> bool:
 def _may_copy(node: fx.Node) -> bool:
     """Operators that are views or copies depending on strides count as work."""
     aten = torch.ops.aten
-    return node.target in {aten.reshape.default, aten.contiguous.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout}
+    return node.target in {
+        aten.reshape.default,
+        aten.contiguous.default,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+    }
 
 
 def _owners(node: fx.Node) -> Iterator[fx.Node]:
@@ -130,14 +138,14 @@ def schedule(flat: FlatGraph, max_streams: int = 4) -> Schedule:
     before, edges = _reduced(order, position, needs)
     chain_of = _chains(order, edges)
     stream = _streams(order, position, before, chain_of, max_streams)
-    waits = {
-        node: tuple(p for p in edges[node] if stream[p] != stream[node]) for node in order
-    }
+    waits = {node: tuple(p for p in edges[node] if stream[p] != stream[node]) for node in order}
     waits = {node: _latest(found, stream, position) for node, found in waits.items() if found}
     last = {stream[node]: node for node in order}
     joins = tuple(node for s, node in sorted(last.items()) if s != 0)
     before = _with_stream_order(order, position, stream, waits)
-    return Schedule(stream, waits, _releases(flat, order, position, stream, before), max(stream.values(), default=0) + 1, joins)
+    return Schedule(
+        stream, waits, _releases(flat, order, position, stream, before), max(stream.values(), default=0) + 1, joins
+    )
 
 
 def _reduced(
@@ -160,7 +168,7 @@ def _reduced(
 
 
 def _chains(order: list[fx.Node], edges: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, int]:
-    """The fewest chains along reduced edges that cover all operators: a maximum matching of successors to predecessors."""
+    """The fewest chains along reduced edges that cover all operators, by a maximum matching."""
     bipartite = networkx.Graph()
     bipartite.add_nodes_from((("out", n) for n in order), bipartite=0)
     bipartite.add_nodes_from((("in", n) for n in order), bipartite=1)
@@ -205,7 +213,13 @@ def _streams(
 
 
 def _pick(
-    i: int, node: fx.Node, before: list[int], position: dict[fx.Node, int], last: dict[int, fx.Node], busy: dict[int, int], most: int
+    i: int,
+    node: fx.Node,
+    before: list[int],
+    position: dict[fx.Node, int],
+    last: dict[int, fx.Node],
+    busy: dict[int, int],
+    most: int,
 ) -> int:
     for s in range(1, most):
         if s not in busy:
@@ -217,7 +231,9 @@ def _pick(
     return min(idle, key=lambda s: position[last[s]]) if idle else 0
 
 
-def _latest(found: tuple[fx.Node, ...], stream: dict[fx.Node, int], position: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
+def _latest(
+    found: tuple[fx.Node, ...], stream: dict[fx.Node, int], position: dict[fx.Node, int]
+) -> tuple[fx.Node, ...]:
     """Of several operators on one stream, waiting for the last is enough."""
     latest: dict[int, fx.Node] = {}
     for node in sorted(found, key=position.__getitem__):
@@ -226,7 +242,10 @@ def _latest(found: tuple[fx.Node, ...], stream: dict[fx.Node, int], position: di
 
 
 def _with_stream_order(
-    order: list[fx.Node], position: dict[fx.Node, int], stream: dict[fx.Node, int], waits: dict[fx.Node, tuple[fx.Node, ...]]
+    order: list[fx.Node],
+    position: dict[fx.Node, int],
+    stream: dict[fx.Node, int],
+    waits: dict[fx.Node, tuple[fx.Node, ...]],
 ) -> list[int]:
     """Ancestors under the schedule: by stream order and by waits."""
     before: list[int] = []
@@ -247,18 +266,8 @@ def _releases(
     flat: FlatGraph, order: list[fx.Node], position: dict[fx.Node, int], stream: dict[fx.Node, int], before: list[int]
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """After which operator each value may be dropped: its own stream must have waited for all who read it."""
-    readers: dict[fx.Node, set[int]] = {}
+    readers = _readers(flat, order, position)
     kept: set[fx.Node] = {owner for n in flat.output.all_input_nodes for owner in _owners(n)}
-    last = -1
-    for node in flat.graph.nodes:
-        if node.op != "call_function":
-            continue
-        last = position.get(node, last)
-        # A view runs on the host before the next operator; it too needs its arguments (view_as has two).
-        at = last if node in position else min(last + 1, len(order) - 1)
-        for argument in node.all_input_nodes:
-            for owner in _owners(argument):
-                readers.setdefault(owner, set()).add(at)
     by_stream: dict[int, list[int]] = {}
     for i, node in enumerate(order):
         by_stream.setdefault(stream[node], []).append(i)
@@ -278,6 +287,22 @@ def _releases(
                 release.setdefault(order[i - 1], []).append(value)
                 break
     return {node: tuple(values) for node, values in release.items()}
+
+
+def _readers(flat: FlatGraph, order: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
+    """Positions of the operators that need each value."""
+    readers: dict[fx.Node, set[int]] = {}
+    last = -1
+    for node in flat.graph.nodes:
+        if node.op != "call_function":
+            continue
+        last = position.get(node, last)
+        # A view runs on the host before the next operator; it too needs its arguments (view_as has two).
+        at = last if node in position else min(last + 1, len(order) - 1)
+        for argument in node.all_input_nodes:
+            for owner in _owners(argument):
+                readers.setdefault(owner, set()).add(at)
+    return readers
 
 
 # ---------------------------------------------------------------------------------------------- execution
@@ -325,7 +350,9 @@ class CudaStreams:
         self._stream(stream).wait_event(event)
 
 
-def run_scheduled(flat: FlatGraph, module: torch.nn.Module, planned: Schedule, backend: StreamBackend, inputs: Any) -> tuple[Any, ...]:
+def run_scheduled(
+    flat: FlatGraph, module: torch.nn.Module, planned: Schedule, backend: StreamBackend, inputs: Any
+) -> tuple[Any, ...]:
     """Run a graph on its streams. Meant for a capture: replays do not come here.
 
     Args:
@@ -356,7 +383,7 @@ def run_scheduled(flat: FlatGraph, module: torch.nn.Module, planned: Schedule, b
             for other in planned.waits.get(node, ()):
                 backend.wait(index, events[other])
             with backend.on(index):
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                env[node] = node.target(*args, **kwargs)
             del args, kwargs
             if node in waited_for:
                 events[node] = backend.record(index)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["CapturedInput", "alignment", "copies_of", "copy_of", "like", "nbytes_of", "writable"]
+__all__ = ["CapturedInput", "alignment", "copies_of", "copy_of", "like", "nbytes_of", "twin_of", "writable"]
 
 _ALIGNED = 256  # bytes; no kernel choice looks further
 
@@ -49,6 +49,13 @@ def like(tensor: torch.Tensor, shift: int | None = None) -> torch.Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), (wanted - memory.data_ptr()) % _ALIGNED // size)
 
 
+def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides and alignment."""
+    twin = like(tensor)
+    writable(twin).copy_(writable(tensor))
+    return twin
+
+
 def copies_of(outputs: Any) -> Any:
     """The caller's own tensors; one that is returned twice stays one."""
     memo: dict[int, torch.Tensor] = {}
@@ -70,15 +77,26 @@ class CapturedInput:
         self.name, self.example = name, example
         self.static: Any = example
         self.staged = self.pointer = 0
+        self.written = False  # the run writes it in place, so a replay must write the caller's
         if not isinstance(example, torch.Tensor):
             return
         self.pointer = example.data_ptr()
         if example.untyped_storage().data_ptr() not in resident:
             self.staged = nbytes_of(example)
             self.static = like(example)
-            writable(self.static).copy_(writable(example))
+            self.stage(example)
         self.form = (example.shape, example.stride(), example.dtype, example.device)
         self.alignment = alignment(example) if example.is_floating_point() or example.is_complex() else 0
+
+    def stage(self, value: Any) -> None:
+        """Copy a value to where the run reads it."""
+        if self.staged:
+            writable(self.static).copy_(writable(value))
+
+    def unstage(self, value: Any) -> None:
+        """Copy what the run wrote back into the caller's tensor."""
+        if self.written:
+            writable(value).copy_(writable(self.static))
 
     def mismatch(self, value: Any, any_alignment: bool) -> str | None:
         """Why a value cannot take this argument's place, or None."""

@@ -306,7 +306,9 @@ class Tracer:
         return next((trace for trace in site.traces if isinstance(trace.bind(*hints), dict)), None)
 
     def _results(self, trace: Trace, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        outer, hint = _bound_symbols(trace, inputs)
+        given = _given(trace, inputs)
+        outer = {symbol: size_expr(size) for symbol, size in given.items()}
+        hint = {symbol: _hint(size) for symbol, size in given.items()}
         env = next((t.fake_mode.shape_env for t in inputs if t.fake_mode.shape_env is not None), None)
         if env is not None:
             _adopt_regime(trace, inputs, outer, env)
@@ -328,20 +330,6 @@ class Tracer:
             sizes, strides = [size_of(s) for s in value.shape], [size_of(s) for s in value.stride()]
             results.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
         return results
-
-
-def _bound_symbols(
-    trace: Trace, inputs: Sequence[Any]
-) -> tuple[dict[sympy.Symbol, sympy.Expr], dict[sympy.Symbol, int]]:
-    """The caller's expression, and its hint, for each symbol of a boundary's trace."""
-    outer: dict[sympy.Symbol, sympy.Expr] = {}
-    hint: dict[sympy.Symbol, int] = {}
-    for of in ("shape", "stride"):
-        for exprs, tensor in zip(trace.shapes if of == "shape" else trace.strides, inputs, strict=True):
-            for expr, size in zip(exprs, tensor.shape if of == "shape" else tensor.stride(), strict=True):
-                if expr.is_Symbol and expr not in outer:
-                    outer[expr], hint[expr] = size_expr(size), _hint(size)
-    return outer, hint
 
 
 class _BoundCall(torch.nn.Module):
@@ -392,6 +380,20 @@ def _hints(inputs: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[torch.dty
     """Sizes, dtypes and strides of fake tensors in this trace's example."""
     shapes = [tuple(_hint(s) for s in t.shape) for t in inputs]
     return shapes, [t.dtype for t in inputs], [tuple(_hint(s) for s in t.stride()) for t in inputs]
+
+
+def _given(trace: Trace, inputs: Sequence[Any]) -> dict[sympy.Symbol, Any]:
+    """The caller's size, or stride, for each symbol of a boundary's trace."""
+    found: dict[sympy.Symbol, Any] = {}
+    for exprs, tensor in zip(trace.shapes, inputs, strict=True):
+        for expr, size in zip(exprs, tensor.shape, strict=True):
+            if expr.is_Symbol:
+                found[expr] = size
+    for exprs, tensor in zip(trace.strides, inputs, strict=True):
+        for expr, stride in zip(exprs, tensor.stride(), strict=True):
+            if expr.is_Symbol:
+                found.setdefault(expr, stride)
+    return found
 
 
 def _adopt_regime(trace: Trace, inputs: Sequence[Any], outer: dict[sympy.Symbol, sympy.Expr], env: Any) -> None:

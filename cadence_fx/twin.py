@@ -8,6 +8,7 @@ reference, containers are copied, submodules are twinned.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from typing import Any, TypeVar
 
@@ -51,6 +52,24 @@ def _twin_module(module: M, memo: dict[int, Any]) -> M:
     return twin
 
 
+def _twin_record(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, functools.partial):
+        arguments = [_twin_value(argument, memo) for argument in value.args]
+        return functools.partial(_twin_value(value.func, memo), *arguments, **value.keywords)
+    record = copy.copy(value)
+    memo[id(value)] = record
+    vars(record).update({name: _twin_value(item, memo) for name, item in vars(value).items()})
+    return record
+
+
+def _is_record(value: Any) -> bool:
+    """True for what modules keep their running state in: namespaces, and dataclasses that can be written."""
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and not parameters.frozen and hasattr(value, "__dict__")
+
+
 def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
     """Containers are copied (a call on the twin may fill them); tensors and plain values are shared."""
     if isinstance(value, torch.nn.Module):
@@ -60,6 +79,8 @@ def _twin_value(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     kind = type(value)
+    if kind is functools.partial or _is_record(value):
+        return _twin_record(value, memo)
     if isinstance(value, dict):
         # OrderedDict (hooks) and a configuration's own class keep their type, which their copy() need not do.
         mapping = copy.copy(value)

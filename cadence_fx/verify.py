@@ -1,4 +1,4 @@
-"""Verification: the same traffic played to stock, to stock again and to us; raw bits of outputs, all state and generators compared."""
+"""Verification: the same traffic played to stock and to us; raw bits of outputs, state and generators compared."""
 
 from __future__ import annotations
 
@@ -203,7 +203,9 @@ def _regions(state: Any, contract: Contract) -> dict[str, torch.Tensor]:
     return found
 
 
-def _state_difference(expected: dict[str, torch.Tensor], state: Any, contract: Contract, fast: CadenceModule) -> Difference | None:
+def _state_difference(
+    expected: dict[str, torch.Tensor], state: Any, contract: Contract, fast: CadenceModule
+) -> Difference | None:
     found = _regions(state, contract)
     for name, tensor in expected.items():
         # Stock carries slots that nothing reads; ours has the demanded ones.

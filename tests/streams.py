@@ -21,6 +21,11 @@ State = dict[str, torch.Tensor]
 class Stream(nn.Module):
     """Attention over a sliding window of rows behind a causal convolution with a context of six samples."""
 
+    conv: Any
+    rows: Any
+    out: Any
+    shift: torch.Tensor
+
     def __init__(self, window: int = 12, kernel: int = 7) -> None:
         super().__init__()
         self.window, self.context = window, kernel - 1
@@ -45,6 +50,8 @@ class Stream(nn.Module):
 
 class Workspace(nn.Module):
     """A window kept in a buffer that is far larger than the window, as vendors do it."""
+
+    big: torch.Tensor
 
     def __init__(self, window: int = 12, reserved: int = 4096) -> None:
         super().__init__()
@@ -134,7 +141,7 @@ class Pair:
     """A module and its transform, called with the same inputs; outputs and state must agree in every bit."""
 
     def __init__(self, stock: nn.Module, declared: Contract, state: Any, fast: CadenceModule | None = None) -> None:
-        self.stock = stock
+        self.stock: Any = stock
         self.fast = transform(stock, declared) if fast is None else fast
         self.theirs, self.ours = clone_tree(state), clone_tree(state)
 

@@ -51,6 +51,9 @@ class FakeReport:
         default_factory=lambda: [Rejection("CX901", "fuse_pointwise", "tanh", "it has no exhaustive proof")]
     )
 
+    state_bytes: int = 2 << 20
+    reserved_bytes: int = 7 << 20
+
     def to_dict(self) -> dict[str, Any]:
         return {"regions": [asdict(row) for row in self.regions]}
 
@@ -230,7 +233,10 @@ def test_explain_needs_no_module_and_prints_aligned_columns(fakes: Fakes, run: R
     assert " ".join(lines[0].split()) == "region clock W s K verdict attended envelope bytes stock bytes rho reason"
     assert lines[1].split("  ")[-2:] == ["3.5 MiB", "3.50"]
     assert lines[2].endswith("3.50  wide")
-    assert "state: 2,097,152 bytes in the contract's buffers; stock reserves 7,340,032, 3.50 times as much" in lines
+    assert (
+        "state and scratch: 2,097,152 bytes in the contract's buffers; stock reserves 7,340,032, 3.50 times as much"
+        in lines
+    )
     assert lines[-2:] == ["  CX901 (fuse_pointwise)", "    tanh: it has no exhaustive proof"]
 
 

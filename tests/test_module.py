@@ -105,6 +105,8 @@ def test_the_input_module_is_left_as_it_was() -> None:
 
 
 class NoneFirst(Stream):
+    cache: torch.Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("cache", None)
@@ -162,14 +164,19 @@ def test_scratch_that_is_attended_over_stays_exact() -> None:
 def test_a_module_in_training_mode_is_refused() -> None:
     with pytest.raises(ContractError, match="training mode"):
         transform(stream().train(), contract())
-    with pytest.raises(ContractError, match="takes an nn.Module, not a str"):
+    with pytest.raises(ContractError, match=r"takes an nn\.Module, not a str"):
         transform("stream", contract())  # type: ignore[arg-type]
 
 
 def test_hooks_of_the_module_itself_run_once_for_each_call() -> None:
     m = stream()
     seen: list[int] = []
-    m.register_forward_hook(lambda module, args, out: seen.append(1) or (out[0] * 2, out[1]))
+
+    def doubled(module: Any, args: Any, out: Any) -> Any:
+        seen.append(1)
+        return out[0] * 2, out[1]
+
+    m.register_forward_hook(doubled)
     p = Pair(m, contract(), m.start())
     p.step(chunks([2])[0])
     assert len(seen) == 2  # one of stock, one of ours
@@ -368,11 +375,12 @@ def test_an_input_and_the_old_state_may_be_returned() -> None:
     p = pair(Everything())
     outputs = []
     for x in chunks([2] * 9):
-        outputs.append((found := p.step(x), clone_tree(found)))  # type: ignore[func-returns-value]
-        assert found[1] is x  # type: ignore[index]
+        found: Any = p.step(x)
+        outputs.append((found, clone_tree(found)))
+        assert found[1] is x
     assert p.fast.stats()["plan"] == 9
-    for found, kept in outputs:
-        assert first_difference("kept output", kept, found) is None
+    for given, kept in outputs:
+        assert first_difference("kept output", kept, given) is None
 
 
 def test_returned_tensors_belong_to_the_caller() -> None:
@@ -553,7 +561,7 @@ EDITS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_a_python_value_that_was_read_is_guarded(name: str) -> None:
-    """G2-04: change it, and calls run as stock by name; change it back, and they are admitted; warm up, and it is the new constant."""
+    """G2-04: changed, calls run as stock; changed back, they are admitted; after a warm-up it is the new constant."""
     p = settled(apart(Settings()))
     p.both(lambda m: EDITS[name](m, 1))
     p.step(chunks([2])[0])

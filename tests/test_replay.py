@@ -358,6 +358,21 @@ def test_a_broadcast_input_keeps_its_strides() -> None:
     assert torch.equal(eng.replay(binding, [(row + 1).expand(3, 4)]), ((row + 1) * 2).expand(3, 4))
 
 
+def test_an_input_that_the_run_writes_is_written_by_a_replay_and_not_by_a_capture() -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[:, 1:].add_(y[:, 1:])
+        return x * 2
+
+    eng, x, y = engine(FakeBackend()), example(), example(1)
+    binding = eng.capture("key", run, [x, y])
+    assert isinstance(binding, Binding), binding
+    assert equal([x, y], [example(), example(1)])
+    for seed in (2, 3):
+        got, want = [example(seed), y.clone()], [example(seed), y.clone()]
+        assert same_bits(eng.replay(binding, got), run(*want))
+        assert equal(got, want)
+
+
 def test_tensors_of_another_device_are_refused() -> None:
     eng = engine(FakeBackend())
     assert refused(eng, lambda x: x, inputs=[torch.empty(2, device="meta")]).code == "CX511"

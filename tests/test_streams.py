@@ -15,7 +15,7 @@ from cadence_fx.catalog import Signature, signatures, starts
 from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Attr, Call, Clock, Contract, Input, Region, Result
 from cadence_fx.memory import Memory
-from cadence_fx.retention import START, KeepEnds
+from cadence_fx.retention import START, KeepEnds, Window
 from tests.toys import CPU, TOYS, WIDTH, Player, Toy, build, cut, differences, function, keep_ends
 
 Rows = dict[str, torch.Tensor]
@@ -86,9 +86,37 @@ def constant_rows(m: Any, x: torch.Tensor, s: Rows) -> Any:
     return x + s["a"].sum(), {"a": torch.cat([m.table[:, :1], s["a"][:, :1]], 1)}
 
 
+def ring_slot(m: Any, x: torch.Tensor, s: Rows) -> Any:
+    slot = (s["b"][0, :, 0].long() + 1) % 2
+    return x + s["a"].sum(), {
+        "a": s["a"].index_copy(1, slot, x[:, :1]),
+        "b": slot.float().view(1, 1, 1).expand(1, 1, 8),
+    }
+
+
+def ring_slot_in_place(m: Any, x: torch.Tensor, s: Rows) -> Any:
+    s["a"].index_copy_(1, s["b"][0, :, 0].long() % 2, x[:, :1])
+    s["b"].add_(1)
+    return x + s["a"].sum(), {"a": s["a"], "b": s["b"]}
+
+
+def shifted_by_slices(m: Any, x: torch.Tensor, s: Rows) -> Any:
+    new = s["a"].clone()
+    new[:, 1:] = s["a"][:, :-1]
+    new[:, :1] = x[:, -1:]
+    return x + new.sum(), {"a": new}
+
+
+def rolled(m: Any, x: torch.Tensor, s: Rows) -> Any:
+    new = torch.roll(s["a"], -1, 1)
+    new[:, -1:] = x[:, -1:]
+    return x + new.sum(), {"a": new}
+
+
 MOVED: list[Callable[..., Any]] = [
     clone_written_afterwards, delay_of_two, exchange, old_rows_as_output, old_state_as_output, broadcast_of_an_old_row,
-    regrouped_view, rotated, flipped, rows_of_the_input, constant_rows,
+    regrouped_view, rotated, flipped, rows_of_the_input, constant_rows, shifted_by_slices,
+    rolled,
 ]  # fmt: skip
 
 
@@ -291,3 +319,22 @@ def test_random_streams_through_attention_have_the_bits_of_plain_calls(
 def test_random_chunks_shorter_and_longer_than_a_window(chunks: list[int], seed: int) -> None:
     toy = build("keep_last", seed, chunks=tuple(chunks))
     assert list(differences(toy, [toy.calls[(i * i + seed) % len(toy.calls)] for i in range(9)], seed)) == []
+
+
+@pytest.mark.parametrize("f", [ring_slot, ring_slot_in_place], ids=lambda f: f.__name__)
+def test_a_ring_whose_index_is_state_keeps_its_bits(f: Callable[..., Any]) -> None:
+    toy = function(f, {"a": 2, "b": 1})
+    toy.module.initial = lambda: {"a": torch.randn(1, 2, WIDTH), "b": torch.zeros(1, 1, WIDTH)}
+    assert streams(toy) == []
+
+
+@pytest.mark.parametrize("order", ["old_first", "new_first"])
+def test_a_window_read_by_attention_is_read_in_place_and_keeps_its_bits(order: str) -> None:
+    def f(m: Any, x: torch.Tensor, s: Rows) -> Any:
+        k = torch.cat([s["a"], x] if order == "old_first" else [x.flip(1), s["a"]], 1)
+        return F.scaled_dot_product_attention(x, k, k), {"a": k[:, -7:] if order == "old_first" else k[:, :7]}
+
+    window = Window(7, side="tail" if order == "old_first" else "head")
+    toy = function(f, {"a": 6}, keep_ends(order=order, retain=window), chunks=(3, 2))
+    assert "read in place" in str(Player(toy).program("chunk[3]").changes)
+    assert streams(toy) == []

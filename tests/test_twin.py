@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -78,6 +81,39 @@ def test_what_a_call_on_the_twin_writes_stays_in_the_twin() -> None:
     assert module.settings == {"scale": 2.0, "sizes": [1, 2]}
     assert module.ordered == {"a": 1}
     assert module.shape[1] == [3]
+
+
+@dataclasses.dataclass
+class Running:
+    calls: int = 0
+    rows: list[int] = dataclasses.field(default_factory=list)
+
+
+class Records(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.space = Running(), types.SimpleNamespace(calls=0)
+        self.bump_by_two = functools.partial(self.bump, 2)
+
+    def bump(self, n: int) -> None:
+        self.running.calls += n
+        self.running.rows.append(n)
+        self.space.calls += n
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bump(1)
+        self.bump_by_two()
+        return x
+
+
+def test_records_and_partials_of_the_twin_are_its_own() -> None:
+    module = Records()
+    twin = make_twin(module)
+    twin(torch.zeros(1))
+    assert twin.running == Running(3, [1, 2])
+    assert twin.space.calls == 3
+    assert module.running == Running()
+    assert module.space.calls == 0
 
 
 def test_containers_keep_their_types() -> None:

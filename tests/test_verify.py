@@ -13,12 +13,12 @@ from cadence_fx.bits import first_difference, same_bits
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
 from cadence_fx.verify import VerifyResult, VerifyStep, compare
-from tests.streams import chunks, contract, drawn, stream
+from tests.streams import Stream, chunks, contract, drawn, stream
 
 STEPS = 44
 FIELDS = {
-    "family", "device", "torch", "chunks", "bitwise_equal", "state_equal", "rng_equal", "self_agreement", "first_mismatch",
-    "replays", "eager", "catalog", "bytes",
+    "family", "device", "torch", "chunks", "bitwise_equal", "state_equal", "rng_equal", "self_agreement",
+    "first_mismatch", "replays", "eager", "catalog", "bytes",
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def _call(x: torch.Tensor) -> Callable[[Any, SessionMemory], Any]:
 
 def traffic(steps: int = STEPS) -> Iterator[Step]:
     """A start, ``steps`` chunks, and a rollback after the sixth."""
-    yield Step("start", lambda decoder, memory: memory.start(decoder.start()))
+    yield Step("start", lambda decoder, memory: memory.start(decoder.start()))  # type: ignore[operator]
     for i, x in enumerate(chunks([2] * steps, seed=11)):
         yield Step("chunk", _call(x), is_chunk=True)
         if i == 5:
@@ -131,7 +131,10 @@ def test_the_payload_of_a_nan_is_a_difference() -> None:
     assert same_bits(one, one.clone())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool])
+DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
     a = torch.zeros(2, 3).to(dtype)
     b = a.clone()
@@ -165,7 +168,7 @@ def test_a_generator_that_moved_by_one_draw_is_a_difference() -> None:
     assert all(s.equal_pcm and s.equal_state for s in result.steps)
 
 
-class Drawing(type(stream())):  # type: ignore[misc]
+class Drawing(Stream):
     def forward(self, x: torch.Tensor, state: Any) -> Any:
         y, new = super().forward(x, state)
         return y + torch.rand(1), new
@@ -188,7 +191,7 @@ def test_a_generator_that_did_not_move_is_a_difference() -> None:
     assert (result.first_mismatch["step"], result.first_mismatch["kind"]) == (1, "rng")
 
 
-class Unrepeatable(type(stream())):  # type: ignore[misc]
+class Unrepeatable(Stream):
     calls = 0
 
     def forward(self, x: torch.Tensor, state: Any) -> Any:
@@ -205,7 +208,7 @@ def test_stock_that_does_not_agree_with_itself_is_said_to() -> None:
     assert not result.ok
 
 
-class Constant(type(stream())):  # type: ignore[misc]
+class Constant(Stream):
     value = 0.0
 
     def forward(self, x: torch.Tensor, state: Any) -> Any:
