@@ -15,7 +15,7 @@ import typer
 import cadence_fx
 from cadence_fx.cli_show import Report, Show
 from cadence_fx.errors import CadenceError
-from cadence_fx.families import FAMILIES, Family, load
+from cadence_fx.families import Family, available, load
 
 __all__ = ["app"]
 
@@ -29,9 +29,9 @@ app = typer.Typer(
 )
 
 TargetArgument = Annotated[
-    str, typer.Argument(help=f"{', '.join(FAMILIES)}, or package.module:factory", show_default=False)
+    str, typer.Argument(help=f"{', '.join(available())}, or package.module:factory", show_default=False)
 ]
-DemoTarget = Annotated[str, typer.Argument(help=f"{', '.join(FAMILIES)}, or package.module:factory")]
+DemoTarget = Annotated[str, typer.Argument(help=f"{', '.join(available())}, or package.module:factory")]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda or cuda:1; the first GPU if there is one.", show_default=False)
 ]
@@ -78,9 +78,12 @@ def explain(
     from cadence_fx.explain import explain as run
 
     with _rejections():
-        module = family.build_random(on, seed) if trace else None
-        report: Report = run(module, family.contract())
-    show.report(report)
+        if trace:
+            with show.console.status("tracing and rewriting"):
+                report: Report = _transformed(family, on, seed, backend="plan").warmup().report
+        else:
+            report = run(None, family.contract())
+    show.report(report, traced=trace)
     show.json(report.to_dict())
 
 
@@ -171,7 +174,7 @@ def graph(
     """Write the graph as traced and after each pass."""
     show, family, on = _show(json), _family(target, option), _device(device)
     with _rejections(), show.console.status("tracing and rewriting"):
-        fast = _transformed(family, on, seed)
+        fast = _transformed(family, on, seed, backend="plan")
     show.json({"family": target, "files": _written(show, fast, out)})
 
 
@@ -185,8 +188,8 @@ def _verified(show: Show, target: str, device: str, chunks: int, seed: int, opti
     return result
 
 
-def _transformed(family: Family, device: str, seed: int) -> Any:
-    return cadence_fx.transform(family.build_random(device, seed), family.contract())
+def _transformed(family: Family, device: str, seed: int, **settings: Any) -> Any:
+    return cadence_fx.transform(family.build_random(device, seed), family.contract(), **settings)
 
 
 def _written(show: Show, fast: Any, out: Path) -> list[str]:

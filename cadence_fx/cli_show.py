@@ -175,11 +175,13 @@ class Show:
         for line in lines:
             self.line(f"  {line}")
 
-    def report(self, report: Report) -> None:
-        """Regions, state bytes, rewrites and rejections."""
+    def report(self, report: Report, traced: bool = True) -> None:
+        """Regions and state bytes; rewrites and rejections too if the module was traced."""
         self.regions(report)
         self.line()
         self.state_bytes(report)
+        if not traced:
+            return
         self.notes("rewrites made", rewrite_lines(report.rewrites), sum(change.count for change in report.rewrites))
         self.notes("rewrites declined", rejection_lines(report.rejections), len(report.rejections))
 

@@ -7,7 +7,9 @@ A target is a family (``token2wav``) or ``package.module:factory``, where the fa
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +22,7 @@ from cadence_fx.contract import Contract
 from cadence_fx.errors import CadenceError, suggest
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
 
-__all__ = ["FAMILIES", "Family", "load"]
+__all__ = ["FAMILIES", "Family", "available", "load"]
 
 FAMILIES: Mapping[str, str] = {
     "token2wav": "cadence_fx.adapters.token2wav",
@@ -45,6 +47,17 @@ class Family(Protocol):
 
     def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """Traffic: the steps of a stream that passes through all that the contract declares."""
+
+
+def available() -> list[str]:
+    """The families whose adapters this installation has; nothing of a vendor is imported."""
+
+    def found(module: str) -> bool:
+        if module in sys.modules:
+            return sys.modules[module] is not None
+        return importlib.util.find_spec(module) is not None
+
+    return [name for name, module in FAMILIES.items() if found(module)]
 
 
 def load(target: str, **options: Any) -> Family:
@@ -172,6 +185,11 @@ def _import(module: str, target: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if error.name in FAMILIES.values():
+            raise CadenceError(
+                f"{target!r} has no adapter in this version; available: {', '.join(available())}, or your own "
+                "package.module:factory"
+            ) from error
         raise CadenceError(
             f"{target!r} needs the module {error.name!r}, which is not installed here; the vendors' packages pin old "
             "versions of torch: install them with pip install --no-deps"

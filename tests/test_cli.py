@@ -114,9 +114,10 @@ class Fakes:
         one = {"p50_ms": 58.0, "p95_ms": 59.0, "peak_mib": 10.0, "sha256": "ab" * 32}
         return SimpleNamespace(to_dict=lambda: {"cells": {"B0": one, "SR": one}, "ratios": {"B0/SR": 1.0}})
 
-    def transform(self, module: nn.Module, contract: object) -> Any:
-        self.calls["transform"] = (module, contract)
-        return SimpleNamespace(report=FakeReport())
+    def transform(self, module: nn.Module, contract: object, backend: str = "auto") -> Any:
+        self.calls["transform"] = (module, contract, backend)
+        warm = SimpleNamespace(report=FakeReport())
+        return SimpleNamespace(report=None, warmup=lambda: warm)
 
     def write(self, fast: object, out: Path) -> list[Path]:
         self.calls["write"] = out
@@ -237,13 +238,18 @@ def test_explain_needs_no_module_and_prints_aligned_columns(fakes: Fakes, run: R
         "state and scratch: 2,097,152 bytes in the contract's buffers; stock reserves 7,340,032, 3.50 times as much"
         in lines
     )
-    assert lines[-2:] == ["  CX901 (fuse_pointwise)", "    tanh: it has no exhaustive proof"]
+    assert not any(line.startswith("rewrites") for line in lines)  # nothing was traced
 
 
-def test_explain_with_trace_builds_the_module(fakes: Fakes, run: RunCli) -> None:
+def test_explain_with_trace_builds_the_module_and_lists_rewrites(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
     assert run("explain", "token2wav", "--trace", "--device", "cpu", "--seed", "3", "-o", "depth=2") == 0
     assert fakes.calls["build_random"] == ("cpu", 3, 2)
-    assert isinstance(fakes.calls["explain"][0], nn.Identity)
+    assert isinstance(fakes.calls["transform"][0], nn.Identity)
+    assert fakes.calls["transform"][2] == "plan"  # no GPU work for a listing
+    assert "explain" not in fakes.calls
+    lines = capsys.readouterr().out.splitlines()
+    assert "  ring_writeback: writeback 1: all" in lines
+    assert lines[-2:] == ["  CX901 (fuse_pointwise)", "    tanh: it has no exhaustive proof"]
 
 
 def test_explain_prints_its_json(fakes: Fakes, run: RunCli, capsys: Capture) -> None:

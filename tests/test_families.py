@@ -57,6 +57,12 @@ def test_every_family_is_an_adapter_of_the_same_name() -> None:
     assert {name: f"cadence_fx.adapters.{name}" for name in FAMILIES} == FAMILIES
 
 
+def test_a_family_without_an_adapter_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cadence_fx.adapters.freeze_omni", None)
+    with pytest.raises(CadenceError, match="'freeze_omni' has no adapter in this version; available: token2wav"):
+        load("freeze_omni")
+
+
 def test_an_option_goes_to_each_function_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
