@@ -62,7 +62,9 @@ class GraphBackend(Protocol):
 
     def seed(self, value: int) -> None: ...
 
-    def reserved_bytes(self) -> int: ...
+    def reserved_bytes(self, pool: Any) -> int:
+        """Memory that the pool has taken from the device."""
+        ...
 
     def synchronize(self) -> None:
         """Wait for the current stream. Waiting for the device would break a capture of another thread."""
@@ -207,8 +209,9 @@ class CudaBackend:
     def seed(self, value: int) -> None:
         self.generator.manual_seed(value)
 
-    def reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+    def reserved_bytes(self, pool: Any) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(pool))
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()

@@ -130,8 +130,10 @@ def partition(
         groups[place[node]].append(node)
     cutter = _Cutter(flat, views, dict(flat.constants if attributes is None else attributes))
     ordered = [groups[key] for key in sorted(groups)]
+    last_use = {owner: i for i, nodes in enumerate(ordered) for owner in cutter.owners(nodes)}
+    last_use |= dict.fromkeys(cutter.owners([flat.output]), len(ordered))
     segments = tuple(
-        cutter.segment(f"segment_{i}", nodes, [n for later in ordered[i + 1 :] for n in later], blocked)
+        cutter.segment(f"segment_{i}", nodes, {owner for owner in last_use if last_use[owner] > i}, blocked)
         for i, nodes in enumerate(ordered)
     )
     placeholders = tuple(n.name for n in flat.graph.nodes if n.op == "placeholder")
@@ -256,22 +258,21 @@ class _Cutter:
 
     def __init__(self, flat: FlatGraph, views: set[fx.Node], attributes: dict[str, Any]) -> None:
         self.flat, self.views, self.attributes = flat, views, attributes
+        self.known: dict[fx.Node, fx.Node] = {}
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node whose value owns the memory; a node that writes in place returns the memory that it writes."""
-        while True:
+        if node not in self.known:
             source = view_input(node) if node in self.views or written(node) else None
-            if source is None:
-                return node
-            node = source
+            self.known[node] = node if source is None else self.owner(source)
+        return self.known[node]
 
     def owners(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         return {self.owner(a) for node in nodes for a in node.all_input_nodes}
 
     def segment(
-        self, name: str, nodes: Sequence[fx.Node], later: Sequence[fx.Node], blocked: Mapping[fx.Node, str]
+        self, name: str, nodes: Sequence[fx.Node], needed: set[fx.Node], blocked: Mapping[fx.Node, str]
     ) -> Segment:
-        needed = self.owners([*later, self.flat.output])
         changed = {self.owner(a) for node in nodes for a in written(node)}
         out = [n for n in nodes if n in needed and self.owner(n) is n]
         out += [
@@ -289,7 +290,7 @@ class _Cutter:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs: list[fx.Node] = []
         # Placeholders come first in a graph, so what is imported must be known before anything is copied.
-        for node in [n for n in self.flat.graph.nodes if n in self.imported(nodes, results)]:
+        for node in sorted(self.imported(nodes, results)):
             env[node] = graph.placeholder(node.name)
             env[node].meta = dict(node.meta)
             inputs.append(node)

@@ -187,14 +187,15 @@ class ExactShapeReplay:
         if self._pool is None:
             # A stream that no warm-up used: library workspaces then come from the pool and live as long as its graphs.
             self._pool, self._stream = self.backend.new_pool(), self.backend.new_stream()
-        before, pool, stream = self.backend.reserved_bytes(), self._pool, self._stream
+        pool, stream = self._pool, self._stream
+        before = self.backend.reserved_bytes(pool)
         if not self._graphs:
             self._pool = None  # until a capture succeeds: an allocator may not take up an abandoned pool again
         with collector_paused():
             graph, result = self.backend.capture(request.run_static, pool, stream, request.draws)
         self._pool = pool
         self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
-        measured = max(0, self.backend.reserved_bytes() - before) + sum(held.staged for held in request.held)
+        measured = max(0, self.backend.reserved_bytes(pool) - before) + sum(held.staged for held in request.held)
         self._counts["measured_bytes"] += measured
         self._counts["predicted_bytes"] += predicted
         outputs, spec = pytree.tree_flatten(result)

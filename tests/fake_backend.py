@@ -99,7 +99,7 @@ class FakeBackend:
     def seed(self, value: int) -> None:
         self.generator.manual_seed(value)
 
-    def reserved_bytes(self) -> int:
+    def reserved_bytes(self, pool: Any) -> int:
         return self.reserved
 
     def synchronize(self) -> None:

@@ -121,7 +121,7 @@ def test_cx302_arguments_without_a_form_here_are_named(options: dict[str, Any], 
     (rejection,) = result.rejections
     assert rejection.code == "CX302"
     assert text in rejection.explanation
-    assert rejection.source.endswith(" in forward")
+    assert rejection.source.endswith(" in f")
     assert "istft" in targets(flat)
 
 
