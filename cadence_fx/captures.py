@@ -6,7 +6,7 @@ stock meet it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 import torch.utils._pytree as pytree
 
 from cadence_fx.catalog import Signature
+from cadence_fx.certify import Certificate, certify
 from cadence_fx.compiler import Compiler, Program, describe
 from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.graph_backend import GraphBackend
+from cadence_fx.live_state import Generators, StartState
 from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.partition import Granularity, Partition, Segment, partition
 from cadence_fx.places import get_path, set_path
 from cadence_fx.refusal import Refusal
 from cadence_fx.replay import Binding, ExactShapeReplay
@@ -29,25 +32,45 @@ __all__ = ["Captures", "ClassRow"]
 
 @dataclass(frozen=True)
 class ClassRow:
-    """What became of one signature: captured and certified with its bytes, or refused with the reason."""
+    """What became of one signature: captured and certified with its bytes, or refused with the reason.
+
+    Attributes:
+        binding: of the whole program; None if it is refused or cut into segments.
+        parts: its segments where one graph cannot hold it; ``bindings`` has those that are captured.
+        refusals: in the order in which captures were tried.
+        schedule: how operators are spread over streams.
+    """
 
     signature: Signature
-    binding: Binding | None
-    refusals: tuple[Refusal, ...]
+    binding: Binding | None = None
+    refusals: tuple[Refusal, ...] = ()
     schedule: str = ""
+    parts: Partition | None = None
+    bindings: Mapping[str, Binding] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> bool:
+        return self.binding is not None or bool(self.bindings)
+
+    @property
+    def all_bindings(self) -> list[Binding]:
+        return [self.binding] if self.binding is not None else list(self.bindings.values())
 
     def to_dict(self) -> dict[str, Any]:
-        found = self.binding
+        segments = () if self.parts is None else self.parts.segments
         return {
             "call": self.signature.call,
             "variant": self.signature.state.variant,
             "extents": dict(self.signature.state.extents),
-            "captured": found is not None,
-            "certified": found is not None,
+            "captured": self.captured,
             "schedule": self.schedule,
-            "predicted_bytes": found.predicted_bytes if found else 0,
-            "measured_bytes": found.measured_bytes if found else 0,
-            "seconds": round(found.seconds, 3) if found else 0.0,
+            "segments": [
+                {"name": s.name, "captured": s.name in self.bindings, "reason": s.reason, "operators": len(s.nodes)}
+                for s in segments
+            ],
+            "predicted_bytes": sum(b.predicted_bytes for b in self.all_bindings),
+            "measured_bytes": sum(b.measured_bytes for b in self.all_bindings),
+            "seconds": round(sum(b.seconds for b in self.all_bindings), 3),
             "refusals": [r.to_dict() for r in self.refusals],
         }
 
@@ -58,6 +81,7 @@ class Captures:
 
     Args:
         streams: side streams for independent branches; 1 captures a chain.
+        granularity: "chunk" for one graph a call where that is possible, "callable" or "step" to cut at boundaries.
     """
 
     contract: Contract
@@ -66,6 +90,7 @@ class Captures:
     stock: Stock
     streams: int = 4
     backend: GraphBackend | None = None
+    granularity: Granularity = "chunk"
     rows: dict[Signature, ClassRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,25 +106,80 @@ class Captures:
         """Capture and certify a program: on side streams first, as a chain if that is refused for its bits."""
         if program.signature in self.rows:
             return self.rows[program.signature]
-        refusals: list[Refusal] = []
-        row = ClassRow(program.signature, None, ())
-        for label, run in self._variants(program):
-            found = self.engine.capture(
-                (program.signature, label),
-                run,
-                self.examples(program),
-                aliased=self._aliased(),
-                preserve=[b.tensor for b in self.memory.buffers.values()] if self.memory.live else (),
-                reference=self.reference(program),
-                compared=self._compared(program),
-            )
-            if isinstance(found, Binding):
-                row = ClassRow(program.signature, found, tuple(refusals), label)
-                break
-            refusals.append(found)
-            row = ClassRow(program.signature, None, tuple(refusals))
+        attributes = {t: self.compiler.fetch(program.flat, t) for t in program.flat.attributes}
+        parts = partition(program.flat, self.granularity, attributes)
+        if len(parts.segments) == 1 and parts.segments[0].capturable:
+            row = self._capture_whole(program)
+        else:
+            row = self._capture_parts(program, parts)
         self.rows[program.signature] = row
         return row
+
+    def _capture_whole(self, program: Program) -> ClassRow:
+        refusals: list[Refusal] = []
+        for label, run in self._variants(program):
+            found = self._bind(
+                (program.signature, label), run, self.examples(program), self.reference(program), program
+            )
+            if isinstance(found, Binding):
+                return ClassRow(program.signature, found, tuple(refusals), label)
+            refusals.append(found)
+        return ClassRow(program.signature, None, tuple(refusals))
+
+    def _bind(
+        self, key: Any, run: Callable[..., Any], inputs: Sequence[Any], reference: Any, program: Program | None
+    ) -> Binding | Refusal:
+        return self.engine.capture(
+            key,
+            run,
+            inputs,
+            aliased=self._aliased(),
+            preserve=self._live(),
+            reference=reference,
+            compared=None if program is None else self._compared(program),
+        )
+
+    def _live(self) -> list[torch.Tensor]:
+        return [b.tensor for b in self.memory.buffers.values()] if self.memory.live else []
+
+    def _capture_parts(self, program: Program, parts: Partition) -> ClassRow:
+        """Capture the segments that a graph can hold; the whole is certified against stock, eager segments included."""
+        bindings: dict[str, Binding] = {}
+        refusals: list[Refusal] = []
+
+        def record(segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
+            if segment.capturable:
+                found = self._bind((program.signature, segment.name), segment.module, values, None, None)
+                if isinstance(found, Binding):
+                    bindings[segment.name] = found
+                else:
+                    refusals.append(found)
+            results: Sequence[Any] = segment.module(*values)
+            return results
+
+        start, generators = StartState(self._aliased(), self._live()), Generators(self.engine.backend)
+        with torch.no_grad(), self.engine.backend.active():
+            try:
+                start.start(0)
+                generators.watch("probe", lambda: parts.run(self.examples(program), record))
+                row = ClassRow(program.signature, None, tuple(refusals), "", parts, bindings)
+                proof = certify(
+                    self.engine.backend, lambda *given: self._run_parts(row, given), self.reference(program),
+                    self.examples(program), [True] * len(program.inputs), self._compared(program), start, generators,
+                )  # fmt: skip
+            finally:
+                start.put_back()
+                generators.restore()
+        return row if isinstance(proof, Certificate) else ClassRow(program.signature, None, (*refusals, proof))
+
+    def _run_parts(self, row: ClassRow, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        def runner(segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
+            binding = row.bindings.get(segment.name)
+            found: Any = "eager segment" if binding is None else self.engine.replay(binding, values)
+            return segment.module(*values) if isinstance(found, str) else found  # type: ignore[no-any-return]
+
+        assert row.parts is not None
+        return row.parts.run(inputs, runner, copy_outputs=True)
 
     def _variants(self, program: Program) -> list[tuple[str, Callable[..., Any]]]:
         chain = ("chain", program.run)
@@ -167,9 +247,14 @@ class Captures:
         row = self.rows.get(program.signature)
         if row is None:
             return "not captured"
-        if row.binding is None:
-            return f"capture refused: {row.refusals[-1].reason}" if row.refusals else "capture refused"
-        return self.engine.replay(row.binding, inputs)
+        if row.binding is not None:
+            return self.engine.replay(row.binding, inputs)
+        if not row.bindings:
+            return f"capture refused: {row.refusals[-1].reason}" if row.refusals else "nothing to capture"
+        if self.engine.backend.is_capturing():
+            return "outer capture"
+        with torch.no_grad():
+            return self._run_parts(row, inputs)
 
     def retire(self) -> None:
         """Drop all graphs at once: they share a pool, and none may leave it alone."""
