@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["Difference", "first_difference", "same_bits"]
+__all__ = ["Difference", "bit_sum", "first_difference", "same_bits"]
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -17,6 +17,13 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.detach().contiguous().view(_INTEGER[tensor.element_size()])
+
+
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A position-dependent sum over a tensor's bits, on its device: a difference shows in it."""
+    flat = _integers(tensor).reshape(-1).to(torch.int64)
+    weight = torch.arange(flat.numel(), device=flat.device, dtype=torch.int64) * 2654435761 + 97
+    return (flat * weight).sum()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cadence_fx.compiler import Compiler, Program, describe
 from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.live_state import Generators, StartState
-from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.memory import Memory
 from cadence_fx.partition import Granularity, Partition, Segment, partition
 from cadence_fx.places import get_path, set_path
 from cadence_fx.refusal import Refusal
@@ -201,22 +201,9 @@ class Captures:
         return [self.memory[link.name].view(link.new) for link in program.links]
 
     def examples(self, program: Program) -> list[Any]:
-        """Inputs drawn for the capture: integers below the declared bound, floats around zero."""
-        generator = torch.Generator().manual_seed(0)
-        call = self.contract.call(program.signature.call)
-        by_place = {item.place: item for item in self.contract.inputs}
-        found: list[Any] = []
-        for place in program.inputs:
-            item = by_place[place]
-            sizes = iter(call.sizes.get(item.name, ()))
-            shape = [next(sizes) if size is None else size for size in item.shape]
-            dtype = dtype_of(item.dtype)
-            if dtype.is_floating_point:
-                value = torch.randn(shape, generator=generator).to(dtype)
-            else:
-                value = torch.randint(0, item.high or 2, shape, generator=generator).to(dtype)
-            found.append(value.to(self.memory.device))
-        return found
+        """Inputs drawn for the capture."""
+        drawn = self.compiler.drawn(program.signature)
+        return [drawn[place] for place in program.inputs]
 
     def reference(self, program: Program) -> Callable[..., Any]:
         """Stock on the same buffers: reads the state that lies there, leaves its new state there, returns the rest."""

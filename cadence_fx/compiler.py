@@ -200,6 +200,25 @@ class Compiler:
             return False
         return sum(extent > 1 for extent in region_extents(self.contract, region).attended_all) >= SYMBOLIC_FROM
 
+    def drawn(self, signature: Signature) -> dict[Arg, torch.Tensor]:
+        """Tensors for a signature: inputs drawn (integers below their bound, floats around zero), state as it lies."""
+        generator = torch.Generator().manual_seed(0)
+        call = self.contract.call(signature.call)
+        found: dict[Arg, torch.Tensor] = {}
+        for item in self.contract.inputs:
+            sizes = iter(call.sizes.get(item.name, ()))
+            shape = [next(sizes) if size is None else size for size in item.shape]
+            dtype = dtype_of(item.dtype)
+            if dtype.is_floating_point:
+                value = torch.randn(shape, generator=generator).to(dtype)
+            else:
+                value = torch.randint(0, item.high or 2, shape, generator=generator).to(dtype)
+            found[item.place] = value.to(self.memory.device)
+        for region in self.contract.states:
+            if isinstance(region.enters, Arg):
+                found[region.enters] = self.memory[region.name].view(self.extent(signature, region))
+        return found
+
     def scalars(self, signature: Signature) -> tuple[tuple[Arg, Value], ...]:
         """Python arguments that the signature fixes."""
         variant = signature.state.variant
@@ -364,6 +383,15 @@ class Compiler:
             shape, dtype = self.memory.scratch_shape(region), dtype_of(region.dtype)
             self.spare[path] = torch.zeros(shape, dtype=dtype, device=self.memory.device)
         return self.spare[path]
+
+    @contextmanager
+    def spare_kept(self) -> Iterator[None]:
+        """Scratch that graphs built within need goes with these graphs."""
+        spare = dict(self.spare)
+        try:
+            yield
+        finally:
+            self.spare = spare
 
     def build(self, flat: FlatGraph) -> fx.GraphModule:
         """A GraphModule whose attributes are the very tensors of the module and of the contract."""

@@ -13,7 +13,7 @@ from cadence_fx.extents import all_extents
 from cadence_fx.report import Report
 
 if TYPE_CHECKING:
-    from cadence_fx.module import CadenceModule
+    from cadence_fx.inspection import Inspection
 
 __all__ = ["explain", "report_of"]
 
@@ -59,12 +59,14 @@ def explain(module: object | None, contract: Contract) -> Report:
     )
 
 
-def report_of(fast: CadenceModule) -> Report:
+def report_of(fast: Inspection) -> Report:
     """The contract's report, and what was done to the module: rewrites, rejections, programs, seconds."""
     changes: dict[tuple[str, str, str, str, str], int] = {}
     rejections: dict[Rejection, None] = {}
     classes = []
-    for signature, program in fast.programs.items():
+    captures = fast._captures
+    for signature, program in fast._programs.items():
+        row = captures.rows.get(signature) if captures is not None else None
         for change in program.changes:
             key = (change.pass_name, change.what, change.where, change.why, change.source)
             changes[key] = max(changes.get(key, 0), change.count)
@@ -77,6 +79,7 @@ def report_of(fast: CadenceModule) -> Report:
                 "operators_before": program.nodes_before,
                 "operators_after": program.nodes_after,
                 "seconds": round(program.seconds, 3),
+                "capture": row.to_dict() if row is not None else None,
             }
         )
     return replace(

@@ -24,11 +24,12 @@ from cadence_fx.catalog import Signature, signatures
 from cadence_fx.compiler import CALL_HOOKS, Compiler, Program, describe
 from cadence_fx.contract import Arg, Contract, Entry
 from cadence_fx.errors import AdmissionError, ContractError, TraceError
-from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.inspection import Inspection
+from cadence_fx.memory import Memory
 from cadence_fx.modes import ambient_modes, changed_modes
 from cadence_fx.pipeline import PassError
 from cadence_fx.places import bind, get_path, set_path
-from cadence_fx.shadow import ShadowAudit
+from cadence_fx.signature_table import SignatureTable
 from cadence_fx.stock import Stock
 from cadence_fx.twin import make_twin
 from cadence_fx.weights import WeightWatch
@@ -53,20 +54,16 @@ def eager() -> Iterator[None]:
         _eager.reset(token)
 
 
-class CadenceModule(torch.nn.Module):
+class CadenceModule(Inspection):
     """See `cadence_fx.transform`. Parameters, buffers and submodules are those of the fallback twin, `stock`."""
 
     stock: torch.nn.Module
-    contract: Contract
-    compiler: Compiler
-    memory: Memory
     _stock: Stock
     _captures: Captures | None
     _programs: dict[Signature, Program]
     _refused: dict[Signature, str]
-    _table: _SignatureTable
+    _table: SignatureTable
     _weights: WeightWatch
-    _audit: ShadowAudit | None
     _modes: tuple[Any, ...]
 
     def __init__(
@@ -97,7 +94,7 @@ class CadenceModule(torch.nn.Module):
         hidden["_lock"] = threading.RLock()
         hidden["_counts"], hidden["_reasons"], hidden["_misses"] = Counter[str](), Counter[str](), Counter[str]()
         hidden["_calls"] = calls
-        hidden["_table"] = _SignatureTable(contract, compiler)
+        hidden["_table"] = SignatureTable(contract, compiler)
         hidden["_modes"] = ambient_modes(memory.device.type)
         hidden["_weights"] = WeightWatch(twin, compiler.scratch)
         hidden["_refused"] = dict[Signature, str]()
@@ -355,16 +352,6 @@ class CadenceModule(torch.nn.Module):
         self.__dict__["_sealed"], self.__dict__["_strict"] = True, strict
         return self
 
-    @contextmanager
-    def shadow(self, raises: bool = True) -> Iterator[ShadowAudit]:
-        """Within this context stock's concatenations run beside every retention and are compared; see `ShadowAudit`."""
-        audit = ShadowAudit(self, raises)
-        self.__dict__["_audit"] = audit
-        try:
-            yield audit
-        finally:
-            self.__dict__["_audit"] = None
-
     # ------------------------------------------------------------------------------------------- reports
     def stats(self) -> dict[str, Any]:
         """Counters since the start: calls, how they ran, stock runs by reason, bytes. Plain values."""
@@ -378,83 +365,8 @@ class CadenceModule(torch.nn.Module):
             }  # fmt: skip
 
     @property
-    def report(self) -> Any:
-        """Frozen account of regions, rewrites, rejections and programs; see `cadence_fx.report.Report`."""
-        from cadence_fx.explain import report_of
-
-        return report_of(self)
-
-    def steady_signature(self) -> Signature:
-        """The regular call with the longest state: where a stream spends its life."""
-        return max(signatures(self.contract, steady_only=True), key=lambda s: sum(e for _, e in s.state.extents))
-
-    @property
-    def graphs(self) -> dict[str, torch.fx.GraphModule]:
-        """The steady signature's graph "before" and "after:<pass>" for each pass; compiled anew for this."""
-        from cadence_fx.dump import record
-
-        with self._lock:
-            stages = record(self.compiler, self.steady_signature())
-            spare = dict(self.compiler.spare)
-            built = {n if n == "before" else f"after:{n}": self.compiler.build(flat) for n, flat in stages.items()}
-            self.compiler.spare = spare  # scratch of earlier stages goes with their graphs
-            return built
-
-    @property
     def programs(self) -> dict[Signature, Program]:
         return dict(self._programs)
-
-
-class _SignatureTable:
-    """From the arguments of a call to its signature in the catalog, by integer compares."""
-
-    def __init__(self, contract: Contract, compiler: Compiler) -> None:
-        self.contract = contract
-        self.regions = [r for r in contract.states if isinstance(r.enters, Arg)]
-        self.scalar_places = list(dict.fromkeys(p for s in signatures(contract) for p, _ in compiler.scalars(s)))
-        self.entries: dict[tuple[Any, ...], Signature] = {}
-        for signature in signatures(contract):
-            scalars = dict(compiler.scalars(signature))
-            extents = tuple(compiler.extent(signature, r) for r in self.regions)
-            sizes = contract.call(signature.call).sizes
-            key = (
-                tuple((type(scalars.get(p)).__name__, scalars.get(p)) for p in self.scalar_places),
-                extents,
-                tuple(tuple(sizes.get(i.name, ())) for i in contract.inputs),
-            )
-            self.entries.setdefault(key, signature)
-        self.inputs = [(i.place, i.shape, dtype_of(i.dtype), i.name) for i in contract.inputs]
-        self.device = compiler.memory.device
-
-    def lookup(self, bound: dict[str, Any], state: dict[str, torch.Tensor]) -> Signature | str:
-        """The signature, or the reason why the call has none."""
-        sizes = []
-        for place, shape, dtype, name in self.inputs:
-            tensor = get_path(bound, place)
-            reason = _mismatch(tensor, shape, dtype, self.device)
-            if reason:
-                return f"input {name!r}: {reason}"
-            sizes.append(tuple(n for n, s in zip(tensor.shape, shape, strict=True) if s is None))
-        scalars = tuple((type(v).__name__, v) for v in (get_path(bound, p) for p in self.scalar_places))
-        extents = tuple(0 if r.dim is None else state[r.name].shape[r.dim] for r in self.regions)
-        found = self.entries.get((scalars, extents, tuple(sizes)))
-        if found is not None:
-            return found
-        return "signature not in the catalog"
-
-
-def _mismatch(tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-    if not isinstance(tensor, torch.Tensor):
-        return f"it is a {type(tensor).__name__}"
-    if tensor.dtype != dtype:
-        return f"dtype is {tensor.dtype}, declared {dtype}"
-    if tensor.device != device:
-        return f"device is {tensor.device}, declared {device}"
-    if tensor.dim() != len(shape) or any(s is not None and s != n for s, n in zip(shape, tensor.shape, strict=True)):
-        return f"shape is {list(tensor.shape)}, declared {list(shape)}"
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return "it requires a gradient"
-    return None
 
 
 def transform(

@@ -23,7 +23,7 @@ from cadence_fx.errors import VerificationError
 from cadence_fx.generators import rewound
 
 if TYPE_CHECKING:
-    from cadence_fx.module import CadenceModule
+    from cadence_fx.inspection import Inspection
 
 __all__ = ["ShadowAudit"]
 
@@ -38,7 +38,7 @@ class ShadowAudit:
         differences: what differed, as text.
     """
 
-    fast: CadenceModule
+    fast: Inspection
     raises: bool = True
     compared: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class VerifyResult:
     bytes: dict[str, int] = field(default_factory=dict)
     output: dict[str, float] = field(default_factory=dict)
     module: CadenceModule | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:
@@ -90,6 +92,8 @@ class VerifyResult:
             "bytes": self.bytes,
             "output": self.output,
             "sha256": self.digest(),
+            "ledger": [{"name": s.name, "how": s.how, "sha256": s.sha256} for s in self.steps if s.is_chunk],
+            "flags": self.flags,
             "seconds": {
                 "stock": sum(s.seconds_stock for s in self.steps if s.is_chunk),
                 "ours": sum(s.seconds_ours for s in self.steps if s.is_chunk),
@@ -282,7 +286,40 @@ def verify(
     family = load(target, **(options or {}))
     decoder = family.build_random(device, seed)
     declared = family.contract()
-    fast = transform(decoder, declared)
-    torch.manual_seed(seed)
-    steps = family.script(decoder, declared, seed, chunks)
-    return compare(decoder, fast, declared, steps, family=target, progress=progress)
+    with _pinned(device) as pin:
+        fast = transform(decoder, declared)
+        flags = _flags(fast, pin) if fast.memory.device.type == "cuda" else {}
+        if fast.memory.device.type == "cuda":
+            fast.warmup("steady")
+        torch.manual_seed(seed)
+        steps = family.script(decoder, declared, seed, chunks)
+        result = compare(decoder, fast, declared, steps, family=target, progress=progress)
+        result.flags = flags
+        return result
+
+
+@contextmanager
+def _pinned(device: str) -> Iterator[Callable[[], None]]:
+    """A way to pin cuDNN's deterministic kernels; the flag is as before afterwards."""
+    before = torch.backends.cudnn.deterministic
+
+    def pin() -> None:
+        torch.backends.cudnn.deterministic = True
+
+    try:
+        yield pin
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+def _flags(fast: CadenceModule, pin: Callable[[], None]) -> dict[str, Any]:
+    """Does stock agree with itself under the flags as they are? If not, name the operator and pin kernels."""
+    found = fast.self_agreement()
+    if found is None:
+        return {"cudnn_deterministic": torch.backends.cudnn.deterministic, "disagreement": None}
+    pin()
+    return {
+        "cudnn_deterministic": True,
+        "disagreement": {"under": "default flags", **found.to_dict()},
+        "after_pinning": None if (left := fast.self_agreement()) is None else left.to_dict(),
+    }

@@ -1,0 +1,122 @@
+"""Captured programs behind admission, with a backend that stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cadence_fx.agreement import first_disagreement
+from cadence_fx.captures import Captures
+from cadence_fx.module import CadenceModule, transform
+from tests.fake_backend import FakeBackend
+from tests.streams import chunks, contract, drawn, stream
+from tests.toys import same_bits
+
+
+def captured(streams_of: Any = None, **options: Any) -> tuple[Any, CadenceModule, FakeBackend]:
+    """A stream module, its transform with captures on a fake backend, and the backend."""
+    module = drawn(stream())
+    fast = transform(module, contract((2, 3)))
+    backend = FakeBackend()
+    fast.__dict__["_captures"] = Captures(
+        fast.contract, fast.compiler, fast.memory, fast._stock, streams=1, backend=backend, **options
+    )
+    return module, fast, backend
+
+
+def play(module: Any, fast: CadenceModule, lengths: list[int]) -> bool:
+    """The same calls to both; whether every output and state has the same bits."""
+    a, b = module.start(), module.start()
+    same = True
+    for x in chunks(lengths):
+        with torch.no_grad():
+            expected, a = module(x, a)
+        found, b = fast(x, b)
+        same &= same_bits(expected, found) and all(same_bits(a[k], b[k]) for k in a)
+    return same
+
+
+def test_every_signature_is_captured_in_warm_up_and_replayed_bit_for_bit() -> None:
+    module, fast, _ = captured()
+    fast.warmup("all").seal()
+    rows = fast._captures.rows  # type: ignore[union-attr]
+    assert rows and all(row.captured for row in rows.values())
+    assert play(module, fast, [2, 3, 2, 2, 3, 3, 2, 2])
+    stats = fast.stats()
+    assert (stats["replays"], stats["plan"], stats["stock"]) == (8, 0, 0)
+
+
+def test_a_signature_that_was_not_captured_runs_from_the_plan_and_is_counted() -> None:
+    module, fast, _ = captured()
+    fast.warmup("steady")
+    assert play(module, fast, [3, 2, 3])
+    stats = fast.stats()
+    assert stats["replays"] + stats["plan"] == 3
+    assert sum(stats["misses"].values()) == stats["plan"]
+
+
+def test_a_capture_leaves_live_state_and_generators_as_they_were() -> None:
+    module, fast, _ = captured()
+    state = module.start()
+    for x in chunks([2, 2, 2]):
+        _, state = fast(x, state)
+    before = {k: v.clone() for k, v in state.items()}
+    position = torch.get_rng_state()
+    fast.warmup("all")
+    assert all(same_bits(before[k], state[k]) for k in before)
+    assert torch.equal(position, torch.get_rng_state())
+    found, _ = fast(chunks([2])[0], state)
+    with torch.no_grad():
+        expected, _ = module(chunks([2])[0], before)
+    assert same_bits(expected, found)
+
+
+def test_a_replay_with_other_bits_is_refused_and_calls_stay_exact() -> None:
+    module, fast, backend = captured()
+    backend.flip_on_replay = 1
+    fast.warmup("all")
+    rows = list(fast._captures.rows.values())  # type: ignore[union-attr]
+    assert [r.code for row in rows for r in row.refusals] == ["CX508"]
+    assert sum(not row.captured for row in rows) == 1
+    assert play(module, fast, [2, 3, 2, 2, 3, 2, 2, 2, 3, 3])
+    assert fast.stats()["replays"] + fast.stats()["plan"] == 10
+
+
+def test_edited_weights_retire_all_graphs_at_once() -> None:
+    module, fast, _ = captured()
+    fast.warmup("all")
+    with torch.no_grad():
+        next(iter(fast.parameters())).mul_(1.5)
+    assert play(module, fast, [2, 2])
+    assert fast.stats()["replays"] == 0
+    assert fast.warmup("all") is fast
+    assert play(module, fast, [2, 2])
+    assert fast.stats()["replays"] == 2
+
+
+def test_cut_at_boundaries_or_steps_the_bits_are_the_same() -> None:
+    module, fast, _ = captured(granularity="step")
+    fast.warmup("all")
+    assert play(module, fast, [2, 3, 2, 2])
+
+
+def test_an_operator_that_does_not_agree_with_itself_is_named() -> None:
+    class Flaky(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    calls = iter(range(100))
+    y = graph.call_function(torch.ops.aten.add.Tensor, (x, 1.0))
+    y.meta["source"] = "decoder.py:7 in step"
+    graph.output((graph.call_function(lambda v: v + float(next(calls)), (y,)),))
+    from cadence_fx.specialise import FlatGraph
+
+    flat = FlatGraph(graph, torch.utils._pytree.tree_structure((0,)))
+    module = torch.fx.GraphModule(Flaky(), graph)
+    found = first_disagreement(flat, module, [torch.ones(3)], torch.device("cpu"))
+    assert found is not None and "lambda" in found.operator
+    steady = transform(drawn(stream()), contract((2,)))
+    assert steady.self_agreement() is None
