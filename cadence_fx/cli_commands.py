@@ -119,7 +119,8 @@ def demo(
     show, on = _show(json), _device(device)
     _family(target, option)
     show.heading(f"{target} on {on}: stock and rewritten, side by side")
-    show.line("the first call of each shape includes tracing and compiling it")
+    if torch.device(on).type != "cuda":
+        show.line("the first call of each shape includes tracing and compiling it")
     result = _verified(show, target, on, chunks, seed, _options(option))
     fast = result.module
     report: Report = fast.report

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from cadence_fx.changes import Change, Rejection, short_source
 
-__all__ = ["MAX_WIDTH", "rejection_lines", "rewrite_lines"]
+__all__ = ["MAX_WIDTH", "class_lines", "rejection_lines", "rewrite_lines"]
 
 MAX_WIDTH = 160
 Item = TypeVar("Item")
@@ -43,6 +43,28 @@ def rejection_lines(rejections: Sequence[Rejection]) -> Iterator[str]:
             yield from _wrapped(f"{left.node}: {left.explanation}{at}")
         for hint in hints:
             yield from _wrapped(f"hint: {hint}")
+
+
+def class_lines(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What became of each compiled shape: operators before and after, and its capture or why there is none."""
+    for row in classes:
+        extents = "/".join(map(str, row["extents"].values()))
+        at = f"{row['call']} at {extents}" if extents else str(row["call"])
+        yield from _wrapped(
+            f"{at}: {row['operators_before']} -> {row['operators_after']} operators{_capture(row['capture'])}"
+        )
+
+
+def _capture(row: Mapping[str, Any] | None) -> str:
+    """The end of a shape's line; nothing where captures are off."""
+    if row is None:
+        return ""
+    refused = "".join(f"; {left['reason']}: {left['detail']}" for left in row["refusals"])
+    if not row["captured"]:
+        return f", not captured{refused}"
+    parts = [part for part in row["segments"] if part["captured"]]
+    where = f" in {len(parts)} of {len(row['segments'])} segments" if row["segments"] else ""
+    return f", captured{where} with {row['measured_bytes']:,} bytes{refused}"
 
 
 def _place(change: Change, with_reason: bool) -> str:

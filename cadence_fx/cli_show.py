@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cadence_fx.changes import Change, Rejection
-from cadence_fx.cli_notes import MAX_WIDTH, rejection_lines, rewrite_lines
+from cadence_fx.changes import Change, Rejection, short_source
+from cadence_fx.cli_notes import MAX_WIDTH, class_lines, rejection_lines, rewrite_lines
 
 __all__ = ["Report", "Show", "VerifyResult", "VerifyStep"]
 
@@ -66,6 +66,10 @@ class Report(Protocol):
     @property
     def reserved_bytes(self) -> int:
         """What stock reserves for these."""
+
+    @property
+    def classes(self) -> Sequence[Mapping[str, Any]]:
+        """One row a compiled signature."""
 
     @property
     def rewrites(self) -> Sequence[Change]:
@@ -182,6 +186,9 @@ class Show:
         self.state_bytes(report)
         if not traced:
             return
+        if report.classes:
+            names = "/".join(report.classes[0]["extents"]) or "no growing state"
+            self.notes(f"shapes compiled, by extents of {names}", class_lines(report.classes), len(report.classes))
         self.notes("rewrites made", rewrite_lines(report.rewrites), sum(change.count for change in report.rewrites))
         self.notes("rewrites declined", rejection_lines(report.rejections), len(report.rejections))
 
@@ -210,6 +217,11 @@ class Show:
         reasons = "".join(f"\n  {count} x {reason}" for reason, count in eager.items())
         served = f"replayed {found['replays']}, run from the plan {found['plan']}, run as stock {sum(eager.values())}"
         self.line(f"{served}{reasons}")
+        if apart := (found.get("flags") or {}).get("disagreement"):
+            at = f"{apart['operator']} [{short_source(apart['source'])}]"
+            self.line(
+                f"stock does not agree with itself under {apart['under']}: {at}; cuDNN's deterministic kernels are used"
+            )
         self.line(f"one SHA-256 over all chunks: {found['sha256']}")
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import cadence_fx
 from cadence_fx import cli
 from cadence_fx.changes import Change, Rejection
-from cadence_fx.cli_notes import MAX_WIDTH, rejection_lines, rewrite_lines
+from cadence_fx.cli_notes import MAX_WIDTH, class_lines, rejection_lines, rewrite_lines
 from cadence_fx.cli_show import Show, cell, extents, size
 from cadence_fx.errors import ContractError, VerificationError
 
@@ -43,6 +43,13 @@ class Row:
     rho: float = 3.5
 
 
+def compiled(capture: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "call": "chunk", "variant": 0, "extents": {"kv": 402, "mel": 8}, "operators_before": 90, "operators_after": 60,
+        "seconds": 1.5, "capture": capture,
+    }  # fmt: skip
+
+
 @dataclass
 class FakeReport:
     regions: list[Row] = field(default_factory=lambda: [Row(), Row(region="text_kv", verdict="exclude", reason="wide")])
@@ -51,6 +58,7 @@ class FakeReport:
         default_factory=lambda: [Rejection("CX901", "fuse_pointwise", "tanh", "it has no exhaustive proof")]
     )
 
+    classes: list[dict[str, Any]] = field(default_factory=lambda: [compiled()])
     state_bytes: int = 2 << 20
     reserved_bytes: int = 7 << 20
 
@@ -63,6 +71,7 @@ class FakeResult:
     ok: bool = True
     module: Any = None
     vacuous: bool = False
+    flags: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first_mismatch(self) -> dict[str, Any] | None:
@@ -79,7 +88,7 @@ class FakeResult:
             "replays": 1, "plan": 1, "eager": {"outside the catalog": 1}, "catalog": 3,
             "bytes": {"stock_buffers": 2, "ours_regions": 1},
             "output": {"distinct": 1 if self.vacuous else 960, "clipped": 0.0},
-            "sha256": "ab" * 32, "seconds": {"stock": 4.0, "ours": 2.0},
+            "sha256": "ab" * 32, "ledger": [], "flags": self.flags, "seconds": {"stock": 4.0, "ours": 2.0},
         }  # fmt: skip
 
 
@@ -200,12 +209,23 @@ def test_equal_bits_of_a_constant_output_prove_nothing_and_exit_with_1(
     assert "the output is constant or saturated: 1 distinct values, 0.0 % at the limits" in printed
 
 
+def test_an_operator_of_stock_that_does_not_agree_with_itself_is_named(
+    fakes: Fakes, run: RunCli, capsys: Capture
+) -> None:
+    fakes.result.flags = {
+        "disagreement": {"operator": "aten.cumsum", "source": "/a/b/c/d.py:1 in f", "under": "default flags"}
+    }
+    assert run("verify", "token2wav", "--device", "cpu") == 0
+    assert "does not agree with itself under default flags: aten.cumsum [b/c/d.py:1 in f];" in capsys.readouterr().out
+
+
 def test_json_on_standard_output_is_the_only_thing_there(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
     assert run("verify", "token2wav", "--device", "cpu", "--json", "-") == 0
     captured = capsys.readouterr()
     assert list(json.loads(captured.out)) == [
         "family", "device", "torch", "chunks", "bitwise_equal", "state_equal", "rng_equal", "self_agreement",
-        "first_mismatch", "replays", "plan", "eager", "catalog", "bytes", "output", "sha256", "seconds",
+        "first_mismatch", "replays", "plan", "eager", "catalog", "bytes", "output", "sha256", "ledger",
+        "flags", "seconds",
     ]  # fmt: skip
     assert "generator equal" in captured.err
 
@@ -265,7 +285,14 @@ def test_demo_verifies_token2wav_and_shows_regions_rewrites_and_graphs(
     assert run("demo", "--device", "cpu", "--out", str(tmp_path), "--json", str(tmp_path / "demo.json")) == 0
     assert fakes.calls["verify"][0] == "token2wav"
     printed = capsys.readouterr().out
-    for text in ("generator equal", "solver_kv", "rewrites made: 1", "rewrites declined: 1", "00_traced.py"):
+    for text in (
+        "generator equal",
+        "solver_kv",
+        "shapes compiled, by extents of kv/mel: 1",
+        "rewrites made: 1",
+        "rewrites declined: 1",
+        "00_traced.py",
+    ):
         assert text in printed
     assert list(json.loads((tmp_path / "demo.json").read_text())) == ["verify", "explain", "graphs"]
 
@@ -381,6 +408,18 @@ def test_a_hint_is_told_once_for_all_places_that_share_it() -> None:
         "  cat_0: a reader [b/c/d.py:1 in f]",
         "  cat_1: a reader [b/c/d.py:1 in f]",
         "  hint: move it",
+    ]
+
+
+def test_a_compiled_shape_says_what_became_of_its_capture() -> None:
+    refusal = {"code": "CX601", "reason": "bits differ", "detail": "at 0", "difference": None}
+    whole = {"captured": True, "segments": [], "measured_bytes": 2048, "refusals": []}
+    cut = {**whole, "segments": [{"captured": True}, {"captured": False}], "refusals": [refusal]}
+    assert list(class_lines([compiled(), compiled(whole), compiled(cut), compiled({**whole, "captured": False})])) == [
+        "  chunk at 402/8: 90 -> 60 operators",
+        "  chunk at 402/8: 90 -> 60 operators, captured with 2,048 bytes",
+        "  chunk at 402/8: 90 -> 60 operators, captured in 1 of 2 segments with 2,048 bytes; bits differ: at 0",
+        "  chunk at 402/8: 90 -> 60 operators, not captured",
     ]
 
 
