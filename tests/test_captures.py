@@ -41,7 +41,8 @@ def test_every_signature_is_captured_in_warm_up_and_replayed_bit_for_bit() -> No
     module, fast, _ = captured()
     fast.warmup("all").seal()
     rows = fast._captures.rows  # type: ignore[union-attr]
-    assert rows and all(row.captured for row in rows.values())
+    assert rows
+    assert all(row.captured for row in rows.values())
     assert play(module, fast, [2, 3, 2, 2, 3, 3, 2, 2])
     stats = fast.stats()
     assert (stats["replays"], stats["plan"], stats["stock"]) == (8, 0, 0)
@@ -117,6 +118,7 @@ def test_an_operator_that_does_not_agree_with_itself_is_named() -> None:
     flat = FlatGraph(graph, torch.utils._pytree.tree_structure((0,)))
     module = torch.fx.GraphModule(Flaky(), graph)
     found = first_disagreement(flat, module, [torch.ones(3)], torch.device("cpu"))
-    assert found is not None and "lambda" in found.operator
+    assert found is not None
+    assert "lambda" in found.operator
     steady = transform(drawn(stream()), contract((2,)))
     assert steady.self_agreement() is None
