@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from cadence_fx.bits import bit_sum
-from cadence_fx.effects import written
+from cadence_fx.effects import base_of, written
 from cadence_fx.generators import rewound
 from cadence_fx.specialise import FlatGraph, source_of
 
@@ -47,7 +47,9 @@ class _Summed(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_function" and isinstance(result, torch.Tensor) and not written(n):
+        # Views of attributes may show scratch that the call has yet to write.
+        shown = n.op == "call_function" and base_of(n).op != "get_attr" and not written(n)
+        if shown and isinstance(result, torch.Tensor):
             self.sums[n.name] = bit_sum(result)
         return result
 

@@ -62,9 +62,11 @@ class Inspection(torch.nn.Module):
         with self._lock, self.compiler.spare_kept():
             flat, places, _ = self.compiler.flat(chosen)
             drawn = self.compiler.drawn(chosen)
-            return first_disagreement(
-                flat, self.compiler.build(flat), [drawn[place] for place in places], self.memory.device
-            )
+            module = self.compiler.build(flat)
+            try:
+                return first_disagreement(flat, module, [drawn[place] for place in places], self.memory.device)
+            finally:
+                module.__dict__.clear()  # its scratch is as large as the state, and graph modules die late
 
     @contextmanager
     def shadow(self, raises: bool = True) -> Iterator[ShadowAudit]:

@@ -189,8 +189,9 @@ class ExactShapeReplay:
             self._pool, self._stream = self.backend.new_pool(), self.backend.new_stream()
         pool, stream = self._pool, self._stream
         before = self.backend.reserved_bytes(pool)
-        if not self._graphs:
-            self._pool = None  # until a capture succeeds: an allocator may not take up an abandoned pool again
+        # Until the capture succeeds: the allocator does not take up a pool again whose last capture broke. Graphs that
+        # such a pool already serves keep it alive and stay good.
+        self._pool = None
         with collector_paused():
             graph, result = self.backend.capture(request.run_static, pool, stream, request.draws)
         self._pool = pool
