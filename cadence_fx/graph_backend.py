@@ -91,6 +91,10 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+# Graphs whose capture broke. They are few and empty, and destroying one while somebody captures would break that too.
+_abandoned: list[torch.cuda.CUDAGraph] = []
+
+
 @dataclass(frozen=True, eq=False)
 class CudaGraphHandle:
     """A graph and the generator whose state it was captured with, which is its own and nobody else's."""
@@ -113,7 +117,6 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._abandoned: list[torch.cuda.CUDAGraph] = []
         torch.cuda.init()
 
     @property
@@ -183,7 +186,7 @@ class CudaBackend:
         with suppress(Exception):
             graph.reset()
         # The pinned-memory allocator may keep a pointer to a graph whose capture never ended properly.
-        self._abandoned.append(graph)
+        _abandoned.append(graph)
 
     def replay(self, graph: CudaGraphHandle, draws: bool) -> None:
         if not draws:
