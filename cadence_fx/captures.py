@@ -88,7 +88,7 @@ class Captures:
     compiler: Compiler
     memory: Memory
     stock: Stock
-    streams: int = 4
+    streams: int = 6
     backend: GraphBackend | None = None
     granularity: Granularity = "chunk"
     rows: dict[Signature, ClassRow] = field(default_factory=dict)

@@ -376,7 +376,7 @@ def transform(
     skip: Sequence[str] = (),
     device: torch.device | str | None = None,
     backend: str = "auto",
-    streams: int = 4,
+    streams: int = 6,
 ) -> CadenceModule:
     """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
 
