@@ -102,12 +102,9 @@ class Token2WavDecoder(torch.nn.Module):
             float32 [1, samples] within +-0.99, and the new state.
         """
         prompt = state["prompt_frames"]
+        old, n = {k: state[k] for k in STATE}, self.n_timesteps
         mel, cache = self.flow.inference_chunk(
-            token=tokens,
-            spk=speaker,
-            cache={k: state[k] for k in STATE},
-            last_chunk=last_chunk,
-            n_timesteps=self.n_timesteps,
+            token=tokens, spk=speaker, cache=old, last_chunk=last_chunk, n_timesteps=n
         )
         new: dict[str, Any] = dict(cache)
         for name, dim in (("estimator_att_cache", 4), ("conformer_att_cache", 3)):
