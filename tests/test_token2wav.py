@@ -123,7 +123,8 @@ def test_an_append_ordered_carry_is_flagged_at_chunk_three_by_region_and_index(d
     """Two chunks agree with any order; a test that stops there proves nothing (dossier trap 1)."""
     appending = AppendOrdered(decoder.flow, decoder.hift, decoder.n_timesteps).eval()
     declared = token2wav.contract(302, last_tokens=(11,), **SMALL)
-    result = compare(decoder, transform(appending, declared), declared, stream(2, voice, 4))
+    carried = transform(appending, declared).seal()  # as stock: what is tried here is the checker
+    result = compare(decoder, carried, declared, stream(2, voice, 4))
     found = result.first_mismatch
     assert found is not None
     assert (found["step"], found["kind"], found["where"]) == (3, "state", "state estimator_att_cache")
