@@ -35,7 +35,8 @@ class Disagreement:
         return f"{self.operator} ({self.node}) does not agree with itself{at}"
 
     def to_dict(self) -> dict[str, str]:
-        return {"node": self.node, "operator": self.operator, "source": self.source}
+        # No path of the machine: results are kept and compared.
+        return {"node": self.node, "operator": self.operator, "source": "/".join(self.source.split("/")[-3:])}
 
 
 class _Summed(fx.Interpreter):

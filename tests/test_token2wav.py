@@ -55,7 +55,7 @@ def test_two_voices_flushes_a_last_chunk_a_turn_reset_and_a_rollback_are_exact()
     assert result.bytes["ours_regions"] + result.bytes["ours_buffers"] < result.bytes["stock_buffers"] / 10
 
 
-@pytest.mark.parametrize("chunk_tokens", [12, 10])
+@pytest.mark.parametrize("chunk_tokens", [10])
 def test_shorter_hops_and_a_single_solver_step_are_exact(chunk_tokens: int) -> None:
     """Lychee-FD's hops. Eleven chunks: the prompt's head is gone, the saturated state has moved often."""
     hop = {"n_timesteps": 1, "chunk_tokens": chunk_tokens, "last_tokens": (11,)}
@@ -97,14 +97,23 @@ def stream(seed: int, voice: Voice, chunks: int) -> Iterator[Step]:
         yield Step("chunk", lambda decoder, memory, ids=ids: memory.call(decoder, ids, voice[2]), is_chunk=True)  # type: ignore[misc]
 
 
-def test_an_order_that_is_declared_wrong_costs_moves_and_no_bit(decoder: Any, voice: Voice) -> None:
-    """The new state's layout is read off the vendor's graph; the declared order says only where rows rest."""
+def test_an_append_ordered_contract_is_refused_before_the_first_chunk_by_region_and_offset(
+    decoder: Any, voice: Voice
+) -> None:
+    """The declared order is compared row by row with the vendor's graph: no chunk runs under a wrong one."""
     right = token2wav.contract(302, last_tokens=(11,), **SMALL)
     solver = dataclasses.replace(right.region("estimator_att_cache"), order="old_first")
     regions = tuple(solver if r.name == solver.name else r for r in right.regions)
-    wrong = dataclasses.replace(right, regions=regions)
-    result = proven(compare(decoder, transform(decoder, wrong), wrong, stream(1, voice, 9)))
-    assert result.stats["plan"] == 9
+    fast = transform(decoder, dataclasses.replace(right, regions=regions))
+    state = fast.prime(*voice)
+    with pytest.raises(ContractError) as error:
+        fast(torch.zeros(1, 28, dtype=torch.int32), voice[2], state)
+    text = str(error.value)
+    assert "'estimator_att_cache': row 0 of the new state is a new element" in text
+    assert "order='old_first'" in text
+    assert "says old row 0" in text
+    assert "declare order='new_first'" in text
+    assert fast.stats()["plan"] == fast.stats()["stock"] == 0
 
 
 class AppendOrdered(token2wav.Token2WavDecoder):
