@@ -23,8 +23,9 @@ from cadence_fx.effects import base_of, mutated_bases
 from cadence_fx.errors import ContractError, TraceError
 from cadence_fx.extents import region_extents, retained
 from cadence_fx.memory import Memory, dtype_of
+from cadence_fx.pass_check import PassCheck
 from cadence_fx.passes import DEFAULT_PASSES
-from cadence_fx.pipeline import GraphPass, Observer, PassContext, RegionLink, run_passes
+from cadence_fx.pipeline import GraphPass, Observer, PassContext, PassResult, RegionLink, run_passes
 from cadence_fx.places import get_attr, get_path, set_attr
 from cadence_fx.specialise import FlatGraph, meta_of, specialise
 from cadence_fx.trace import Trace, Tracer
@@ -87,6 +88,7 @@ class Compiler:
         memory: the contract's buffers: programs read and write them.
         passes: in order; names in ``skip`` are left out.
         observer: sees the graph before and after each pass.
+        debug: run each pass's result against its input, bit for bit.
     """
 
     module: torch.nn.Module
@@ -96,6 +98,7 @@ class Compiler:
     passes: Sequence[GraphPass] = DEFAULT_PASSES
     skip: frozenset[str] = frozenset()
     observer: Callable[[Signature, str, FlatGraph], None] | None = None
+    debug: bool = False
     constants: ConstantPool = field(default_factory=ConstantPool)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -326,11 +329,7 @@ class Compiler:
         links = self.links(signature, flat, places)
         entered = _placeholders(flat)
         before = flat.calls()
-        observer: Observer | None = None
-        if self.observer is not None:
-            watch = self.observer
-            watch(signature, "before", flat.copy())
-            observer = lambda name, _, result: watch(signature, name, result.flat.copy())  # noqa: E731
+        observer = self._observed(signature, flat, dict(zip(entered, places, strict=True)), links)
         context = PassContext(self.contract, links, self.scratch, self.fetch, self.constants)
         passes = [p for p in self.passes if p.name not in self.skip]
         result = run_passes(flat, context, passes, observer, self.seconds)
@@ -346,6 +345,25 @@ class Compiler:
             {link.name: link.output for link in links if link.output is not None}, result.changes, result.rejections,
             depends, self._written(result.flat), before, result.flat.calls(), time.perf_counter() - start,
         )  # fmt: skip
+
+    def _observed(
+        self, signature: Signature, flat: FlatGraph, places: Mapping[str, Arg], links: Sequence[RegionLink]
+    ) -> Observer | None:
+        """What looks at the graph between passes: the observer, and in debug mode the comparison of bits."""
+        watch = self.observer
+        check = PassCheck(self, signature, places, links) if self.debug else None
+        if watch is None and check is None:
+            return None
+        if watch is not None:
+            watch(signature, "before", flat.copy())
+
+        def look(name: str, before: FlatGraph, result: PassResult) -> None:
+            if check is not None:
+                check(name, before, result.flat)
+            if watch is not None:
+                watch(signature, name, result.flat.copy())
+
+        return look
 
     def _written(self, flat: FlatGraph) -> frozenset[str]:
         targets = {str(n.target) for n in mutated_bases(flat.graph.nodes) if n.op == "get_attr"}

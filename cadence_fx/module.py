@@ -377,6 +377,7 @@ def transform(
     device: torch.device | str | None = None,
     backend: str = "auto",
     streams: int = 6,
+    debug: bool = False,
 ) -> CadenceModule:
     """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
 
@@ -391,6 +392,7 @@ def transform(
         backend: "cuda" captures one graph per signature in `CadenceModule.warmup`, "plan" runs the rewritten graph
             operator by operator, "auto" is "cuda" where the state is on a GPU and CADENCE_CAPTURE is not 0.
         streams: streams that a capture may use for independent branches.
+        debug: after each pass, run its result against its input and compare every bit (VerificationError if not equal).
 
     Raises:
         ContractError: the module is in training mode, or lacks something that the contract names.
@@ -414,4 +416,6 @@ def transform(
     if backend == "auto":
         captured = where.type == "cuda" and os.environ.get("CADENCE_CAPTURE", "1") != "0"
         backend = "cuda" if captured else "plan"
-    return CadenceModule(module, contract, where, frozenset(skip), backend, streams)
+    fast = CadenceModule(module, contract, where, frozenset(skip), backend, streams)
+    fast.compiler.debug = debug
+    return fast
