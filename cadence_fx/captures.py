@@ -6,6 +6,7 @@ stock meet it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,7 @@ class Captures:
 
     Args:
         streams: side streams for independent branches; 1 captures a chain.
+        capture_after: capture a signature during traffic once it was met this often; None for never.
         granularity: "chunk" for one graph a call where that is possible, "callable" or "step" to cut at boundaries.
     """
 
@@ -91,7 +93,9 @@ class Captures:
     streams: int = 6
     backend: GraphBackend | None = None
     granularity: Granularity = "chunk"
+    capture_after: int | None = None
     rows: dict[Signature, ClassRow] = field(default_factory=dict)
+    met: Counter[Signature] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.engine = ExactShapeReplay(
@@ -229,11 +233,15 @@ class Captures:
         return run
 
     # ------------------------------------------------------------------------------------------- calls
-    def run(self, program: Program, inputs: Sequence[Any]) -> Any:
+    def run(self, program: Program, inputs: Sequence[Any], may_capture: bool = False) -> Any:
         """Outputs of a replay; a str, the reason, if the program has none or it is not admitted."""
         row = self.rows.get(program.signature)
         if row is None:
-            return "not captured"
+            self.met[program.signature] += 1
+            wanted = self.capture_after is not None and self.met[program.signature] > self.capture_after
+            if not (wanted and may_capture) or self.engine.backend.is_capturing():
+                return "not captured"
+            row = self.capture(program)
         if row.binding is not None:
             return self.engine.replay(row.binding, inputs)
         if not row.bindings:

@@ -27,6 +27,7 @@ from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.inspection import Inspection
 from cadence_fx.memory import Memory
 from cadence_fx.modes import ambient_modes, changed_modes
+from cadence_fx.partition import Granularity
 from cadence_fx.pipeline import PassError
 from cadence_fx.places import bind, get_path, set_path
 from cadence_fx.signature_table import SignatureTable
@@ -224,7 +225,7 @@ class CadenceModule(Inspection):
         captures = self._captures
         found: Any = "capture off"
         if captures is not None:
-            found = captures.run(program, inputs)
+            found = captures.run(program, inputs, may_capture=not self._sealed)
             if not isinstance(found, str):
                 self._counts["replays"] += 1
                 return found
@@ -377,6 +378,8 @@ def transform(
     device: torch.device | str | None = None,
     backend: str = "auto",
     streams: int = 6,
+    granularity: Granularity = "chunk",
+    capture_after: int | None = None,
     debug: bool = False,
 ) -> CadenceModule:
     """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
@@ -392,6 +395,9 @@ def transform(
         backend: "cuda" captures one graph per signature in `CadenceModule.warmup`, "plan" runs the rewritten graph
             operator by operator, "auto" is "cuda" where the state is on a GPU and CADENCE_CAPTURE is not 0.
         streams: streams that a capture may use for independent branches.
+        granularity: of captures: "chunk", "callable" or "step", see `cadence_fx.partition`.
+        capture_after: capture a declared signature that `CadenceModule.warmup` left out once it was met this often; by
+            default nothing is captured during traffic.
         debug: after each pass, run its result against its input and compare every bit (VerificationError if not equal).
 
     Raises:
@@ -418,4 +424,6 @@ def transform(
         backend = "cuda" if captured else "plan"
     fast = CadenceModule(module, contract, where, frozenset(skip), backend, streams)
     fast.compiler.debug = debug
+    if fast._captures is not None:
+        fast._captures.granularity, fast._captures.capture_after = granularity, capture_after
     return fast

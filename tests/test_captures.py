@@ -57,6 +57,19 @@ def test_a_signature_that_was_not_captured_runs_from_the_plan_and_is_counted() -
     assert sum(stats["misses"].values()) == stats["plan"]
 
 
+def test_a_hot_signature_is_captured_during_traffic_where_that_is_allowed() -> None:
+    module, fast, _ = captured(capture_after=2)
+    assert play(module, fast, [2] * 12)
+    stats = fast.stats()
+    assert stats["replays"] >= 3
+    assert stats["replays"] + stats["plan"] == 12
+    module, fast, _ = captured(capture_after=2)
+    fast.warmup("steady").seal()
+    warm = len(fast._captures.rows)  # type: ignore[union-attr]
+    assert play(module, fast, [3, 2, 3, 3, 3, 3])
+    assert len(fast._captures.rows) == warm  # type: ignore[union-attr]
+
+
 def test_a_capture_leaves_live_state_and_generators_as_they_were() -> None:
     module, fast, _ = captured()
     state = module.start()
