@@ -16,13 +16,14 @@ import torch.utils._pytree as pytree
 
 from cadence_fx.catalog import Signature
 from cadence_fx.certify import Certificate, certify
-from cadence_fx.compiler import Compiler, Program, describe
+from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.live_state import Generators, StartState
 from cadence_fx.memory import Memory
 from cadence_fx.partition import Granularity, Partition, Segment, partition
 from cadence_fx.places import get_path, set_path
+from cadence_fx.program import Program, describe
 from cadence_fx.refusal import Refusal
 from cadence_fx.replay import Binding, ExactShapeReplay
 from cadence_fx.schedule import CudaStreams, run_scheduled, schedule

@@ -16,7 +16,6 @@ from torch import fx
 
 from cadence_fx.attributes import AttributeWatch
 from cadence_fx.catalog import Signature
-from cadence_fx.changes import Change, Rejection
 from cadence_fx.constants import ConstantPool
 from cadence_fx.contract import Arg, Attr, Contract, Region, Result, Value
 from cadence_fx.effects import base_of, mutated_bases
@@ -27,11 +26,14 @@ from cadence_fx.pass_check import PassCheck
 from cadence_fx.passes import DEFAULT_PASSES
 from cadence_fx.pipeline import GraphPass, Observer, PassContext, PassResult, RegionLink, run_passes
 from cadence_fx.places import get_attr, get_path, set_attr
+from cadence_fx.program import Program, describe
+from cadence_fx.regime import Trace
 from cadence_fx.specialise import FlatGraph, meta_of, specialise
-from cadence_fx.trace import Trace, Tracer
+from cadence_fx.tables import shrink_tables
+from cadence_fx.trace import Tracer
 from cadence_fx.twin import make_twin
 
-__all__ = ["Compiler", "Program"]
+__all__ = ["Compiler"]
 
 SYMBOLIC_FROM = 3  # extents; each symbol makes tracing slower, and with few values a trace per value is cheaper
 CALL_HOOKS = (
@@ -39,43 +41,6 @@ CALL_HOOKS = (
     "_forward_hooks_always_called",
 )  # fmt: skip
 _OPEN = object()  # an argument whose value the signature has yet to give
-
-
-@dataclass
-class Program:
-    """The rewritten graph of one signature, ready to run on the contract's buffers.
-
-    Attributes:
-        run: tensors of ``inputs`` in order -> the graph's outputs that are no state.
-        inputs: places of the tensor arguments.
-        links: how each state region is touched; extents before and after.
-        out_spec, state_at: structure of the result, and region name -> index among its leaves.
-        depends: attributes that hoisted constants come from.
-        writes: attributes of the module, no scratch, that the graph itself writes in place.
-    """
-
-    signature: Signature
-    run: Callable[..., Any]
-    module: fx.GraphModule
-    flat: FlatGraph
-    inputs: tuple[Arg, ...]
-    links: tuple[RegionLink, ...]
-    out_spec: pytree.TreeSpec
-    state_at: dict[str, int]
-    changes: tuple[Change, ...]
-    rejections: tuple[Rejection, ...]
-    depends: frozenset[str]
-    writes: frozenset[str]
-    nodes_before: int
-    nodes_after: int
-    seconds: float
-
-    def result(self, outputs: Sequence[Any], states: Mapping[str, torch.Tensor]) -> Any:
-        """The module's result from the graph's outputs and the regions' views."""
-        leaves = iter(outputs)
-        by_index = {index: states[name] for name, index in self.state_at.items()}
-        values = [by_index[i] if i in by_index else next(leaves) for i in range(self.out_spec.num_leaves)]
-        return pytree.tree_unflatten(values, self.out_spec)
 
 
 @dataclass
@@ -422,31 +387,6 @@ class Compiler:
         for name, tensor in root.items():
             module.__dict__[name] = tensor
         return module.eval()
-
-
-def shrink_tables(module: torch.nn.Module, contract: Contract, device: torch.device) -> None:
-    """Cut constant tables of a twin to the part that is ever read, and bring them where they are used.
-
-    Vendors keep tables as plain attributes that ``.to()`` misses and move them in their first call.
-    """
-    for region in contract.regions:
-        if region.mutability != "constant" or not isinstance(region.enters, Attr):
-            continue
-        table = get_attr(module, region.enters)
-        for dim, size in enumerate(region.shape):
-            found = table.shape[dim]
-            if size is not None and size < found:
-                first = (found - size) // 2 if region.anchor == "centre" else 0
-                table = table.narrow(dim, first, size)
-        where = torch.device("cpu") if region.placement == "host" else device
-        table = table.to(where)
-        set_attr(module, region.enters, table.clone() if table._is_view() else table)
-
-
-def describe(signature: Signature) -> str:
-    """A signature for people: the call and the extents it starts from."""
-    extents = ", ".join(f"{name}={extent}" for name, extent in signature.state.extents)
-    return f"call {signature.call!r} at {extents}"
 
 
 def _placeholders(flat: FlatGraph) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from torch import fx
 
 from cadence_fx.catalog import Signature
-from cadence_fx.compiler import Compiler, describe
+from cadence_fx.compiler import Compiler
 from cadence_fx.module import CadenceModule
+from cadence_fx.program import describe
 from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of, source_of
 
 __all__ = ["record", "source_code", "write"]

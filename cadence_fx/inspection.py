@@ -12,9 +12,10 @@ import torch
 from cadence_fx.agreement import Disagreement, first_disagreement
 from cadence_fx.captures import Captures
 from cadence_fx.catalog import Signature, signatures
-from cadence_fx.compiler import Compiler, Program
+from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Contract
 from cadence_fx.memory import Memory
+from cadence_fx.program import Program
 from cadence_fx.shadow import ShadowAudit
 
 __all__ = ["Inspection"]

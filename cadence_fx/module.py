@@ -21,7 +21,7 @@ import torch
 
 from cadence_fx.captures import Captures
 from cadence_fx.catalog import Signature, signatures
-from cadence_fx.compiler import CALL_HOOKS, Compiler, Program, describe
+from cadence_fx.compiler import CALL_HOOKS, Compiler
 from cadence_fx.contract import Arg, Contract, Entry
 from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.inspection import Inspection
@@ -30,6 +30,7 @@ from cadence_fx.modes import ambient_modes, changed_modes
 from cadence_fx.partition import Granularity
 from cadence_fx.pipeline import PassError
 from cadence_fx.places import bind, get_path, set_path
+from cadence_fx.program import Program, describe
 from cadence_fx.signature_table import SignatureTable
 from cadence_fx.stock import Stock
 from cadence_fx.twin import make_twin

@@ -18,9 +18,9 @@ from torch import fx
 
 from cadence_fx.bits import first_difference
 from cadence_fx.catalog import Signature
-from cadence_fx.compiler import Program, describe
 from cadence_fx.errors import VerificationError
 from cadence_fx.generators import rewound
+from cadence_fx.program import Program, describe
 
 if TYPE_CHECKING:
     from cadence_fx.inspection import Inspection

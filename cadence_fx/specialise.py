@@ -19,7 +19,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from cadence_fx.errors import TraceError
-from cadence_fx.trace import BOUNDARY_OP, Site, Trace, Tracer, evaluate, size_expr
+from cadence_fx.regime import Trace, evaluate, size_expr
+from cadence_fx.trace import BOUNDARY_OP, Site, Tracer
 
 __all__ = ["FlatGraph", "TensorMeta", "meta_of", "source_of", "specialise"]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from cadence_fx.compiler import shrink_tables
 from cadence_fx.contract import Attr, Contract, Entry, Region
 from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.memory import Memory, dtype_of
 from cadence_fx.places import get_attr, set_attr
+from cadence_fx.tables import shrink_tables
 
 __all__ = ["Stock"]
 

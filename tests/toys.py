@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from cadence_fx.catalog import Signature, State, after, starts
-from cadence_fx.compiler import Compiler, Program
+from cadence_fx.compiler import Compiler
 from cadence_fx.constants import ConstantPool
 from cadence_fx.contract import Arg, Attr, Boundary, Call, Clock, Contract, Input, Region, Result
 from cadence_fx.memory import Memory
 from cadence_fx.pipeline import GraphPass, PassContext, PassResult, run_passes
+from cadence_fx.program import Program
 from cadence_fx.retention import START, KeepEnds, Window
 from cadence_fx.specialise import FlatGraph, specialise
 from cadence_fx.trace import Tracer
