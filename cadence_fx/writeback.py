@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cadence_fx.effects import base_of
+from cadence_fx.effects import base_of, mutated_bases, view_input, written
 from cadence_fx.movement import MovementMap
 from cadence_fx.moves import Copy, Fill, Move, Spill, plan_moves
 from cadence_fx.pieces import outside
@@ -221,14 +221,32 @@ class RegionWriter:
                 for (start, size), piece in self.copies:
                     self._copy(self._slices(buffer, start, size), self._emit_piece(piece))
 
-    def replace_input(self) -> None:
-        """Readers of the state argument read the live rows of the buffer instead."""
+    def replace_input(self) -> list[fx.Node]:
+        """Readers of the state argument read the live rows of the buffer instead.
+
+        Stock's state is dense, the live rows are a view with the buffer's strides. A reader that computes on it
+        directly could then run another kernel, so it gets a dense copy; the first nodes of such readers are returned.
+        """
         with self.flat.graph.inserting_before(self._first):
             buffer = self._buffer()
         with self.flat.graph.inserting_after(buffer):
             live = self._live_view(buffer)
+        dense = [] if self._is_dense() else [u for u in self.placeholder.users if not any_strides(u)]
+        if dense:
+            with self.flat.graph.inserting_after(live):
+                copy = self._call(aten.clone.default, live)
+                copy.kwargs = {"memory_format": torch.contiguous_format}
+            for user in dense:
+                user.replace_input_with(self.placeholder, copy)
         self.placeholder.replace_all_uses_with(live, delete_user_cb=lambda user: user is not live)
         self.flat.graph.erase_node(self.placeholder)
+        return dense
+
+    def _is_dense(self) -> bool:
+        """The live rows are one piece of memory, or the call writes the state itself, which a copy would hide."""
+        dim, shape = self.link.dim, self.link.shape
+        whole = dim is None or self.link.old in (0, shape[dim]) or prod(shape[:dim]) == 1
+        return whole or self.placeholder in mutated_bases(self.flat.graph.nodes)
 
     def _live_view(self, buffer: fx.Node) -> fx.Node:
         dim = self.link.dim
@@ -299,6 +317,21 @@ class RegionWriter:
             if dim not in walked:
                 node = self._call(aten.unsqueeze.default, node, dim)
         return node
+
+
+# Readers that give the same bits whatever the strides: they copy, or (attention) are checked by the certificate.
+_ANY_STRIDES = {
+    aten.cat.default, aten.concat.default, aten.stack.default, aten.clone.default, aten.contiguous.default,
+    aten.copy_.default, aten.repeat.default, aten.scaled_dot_product_attention.default,
+}  # fmt: skip
+
+
+def any_strides(node: fx.Node) -> bool:
+    """True if a reader of state, or all that read the views it makes, does not care about strides."""
+    if node.op == "output" or node.target in _ANY_STRIDES:
+        return True
+    is_view = node.op == "call_function" and view_input(node) is not None and not written(node)
+    return is_view and all(any_strides(user) for user in node.users)
 
 
 def _overlap(a: Piece, b: Piece) -> bool:

@@ -52,6 +52,7 @@ aten = torch.ops.aten
 CX401 = register("CX401", "concatenation kept: a reader wants contiguous memory")
 CX402 = register("CX402", "concatenation kept: its rows do not fit beside the live rows")
 CX403 = register("CX403", "state is not pure movement: written back whole")
+CX404 = register("CX404", "state copied for a reader that may depend on strides")
 
 # Readers that take any strides and give the same bits; the certificate checks that per signature.
 _STRIDED_READERS = {aten.scaled_dot_product_attention.default}
@@ -104,7 +105,9 @@ class RingWriteback:
         for writer in writers:
             writer.commit()
         for writer in writers:
-            writer.replace_input()
+            for reader in writer.replace_input():
+                text = "stock's state is dense, the region's live rows are not, and it computes on them directly"
+                rejections.append(Rejection(CX404, self.name, reader.name, text, (), source_of(reader)))
         flat.output.args = (tuple(value for i, value in enumerate(results) if i not in owned),)
         return PassResult(flat, tuple(changes), tuple(rejections))
 

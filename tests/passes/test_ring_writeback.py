@@ -13,9 +13,12 @@ from cadence_fx.catalog import Signature, State, signatures
 from cadence_fx.effects import base_of, written
 from cadence_fx.passes import EliminateDead, HoistConstants, Normalise, RemoveHostSyncs, RingWriteback
 from cadence_fx.pipeline import PassError
+from cadence_fx.retention import START, KeepEnds
 from tests.toys import (
     TOYS,
+    WIDTH,
     Bench,
+    Function,
     Player,
     Rows,
     Toy,
@@ -23,9 +26,11 @@ from tests.toys import (
     bits,
     build,
     cut,
+    declare,
     differences,
     function,
     keep_ends,
+    state,
     targets,
 )
 
@@ -289,3 +294,22 @@ def test_results_that_are_views_of_old_state_are_copied_before_the_commit() -> N
     at.run_pass(RingWriteback())
     order = targets(at.flat)
     assert order.index("clone") < order.index("copy_")
+
+
+def test_cx404_a_product_on_the_state_itself_gets_a_dense_copy_as_stock_has_it() -> None:
+    def f(module: Any, x: torch.Tensor, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        old = state["a"]
+        rows = old[0] + old[1]  # no concatenation: the state is computed on directly, and its halves lie apart
+        seen = torch.softmax(x[0] @ rows.T, -1) @ rows
+        new = torch.cat([torch.stack([x[0], x[0] * 2]), old], 1)
+        return x + seen, {"a": torch.cat([new[:, :6], new[:, -4:]], 1) if new.shape[1] > 10 else new}
+
+    module = Function(f, {"a": (2, 6, WIDTH)}).eval()
+    region = state("a", (2, None, WIDTH), order="new_first", start=6, retain=KeepEnds(START, 4))
+    toy = Toy(module, declare((region,), (3,)))
+    assert list(differences(toy, toy.calls * 8)) == []
+    _, result = rewritten(toy, settled=False)
+    found = [r for r in result.rejections if r.code == "CX404"]
+    assert found
+    assert "computes on them directly" in found[0].explanation
+    assert "clone" in " ".join(str(n.target) for n in result.flat.graph.nodes)
