@@ -146,7 +146,10 @@ def bench(
     _family(target, option)
     if torch.device(on).type != "cuda":
         _stop("bench needs a CUDA device; on a CPU, verify compares bits and explain counts bytes")
-    from cadence_fx.bench import bench as run
+    try:
+        from cadence_fx.bench import bench as run
+    except ModuleNotFoundError:
+        _stop("this version has no benchmark yet; verify prints the seconds of each call, stock's and ours")
 
     with _rejections(), show.console.status("measuring"):
         result = run(target, device=on, chunks=chunks, seed=seed, options=_options(option), progress=show.line)
