@@ -201,7 +201,7 @@ def _written(show: Show, fast: Any, out: Path) -> list[str]:
 
     with _rejections():
         files = [str(path) for path in write(fast, out)]
-    show.notes(f"graphs written to {out}", map(str, files), len(files))
+    show.notes(f"graphs written to {out}", files, len(files))
     return files
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from cadence_fx.effects import base_of, mutated_bases, view_input, written
 from cadence_fx.movement import MovementMap
-from cadence_fx.moves import Copy, Fill, Move, Spill, plan_moves
+from cadence_fx.moves import Copy, Fill, Move, Spill, Step, plan_moves
 from cadence_fx.pieces import outside
 from cadence_fx.pipeline import RegionLink
 from cadence_fx.segments import Layout, Piece
@@ -30,10 +30,9 @@ class RegionWriter:
     ) -> None:
         self.flat, self.movement, self.link, self.placeholder = flat, movement, link, placeholder
         self.staged_above = staged_above
-        self.copies: list[tuple[Box, Piece]] = []  # new pieces to copy into the buffer at the end
-        self.moves: list[Move] = []
+        self.copies: list[Piece] = []  # new pieces to copy into the buffer at the end
+        self.steps: tuple[Step, ...] = ()  # what moves inside the buffer at the end
         self.staged = False
-        self.kept: list[tuple[Box, Piece]] = []
         self._roots: dict[str, fx.Node] = {}
         self._first = next(iter(flat.graph.nodes))
         # The buffer as it is during the call: live rows, then the rows that are placed beside them.
@@ -70,7 +69,7 @@ class RegionWriter:
         layout = self.movement.materialised(node).merged()
         old = [p for p in layout.pieces if p.source is self.placeholder]
         rank = len(layout.shape)
-        if len({p.axes for p in old}) != 1 or None in [self.link.dim]:
+        if len({p.axes for p in old}) != 1 or self.link.dim is None:
             return "its old rows come from different dimensions of the region"
         axes = old[0].axes
         walked = [a for a in axes if a is not None]
@@ -132,15 +131,15 @@ class RegionWriter:
                 moved += found
         # Pieces that come from the buffer itself merge across steps, blocks and halves into a few boxes.
         boxes = Layout(self.link.shape, tuple(moved)).merged().pieces
-        self.moves = [Move(p.start, _full_origin(p), p.size) for p in boxes]
-        self.copies = [((p.start, p.size), p) for p in new]
-        self.staged = len(new) > self.staged_above and not self.moves
-        kept = sum(prod(m.size) for m in self.moves if m.dst == m.src)
+        moves = [Move(p.start, p.origin, p.size) for p in boxes]
+        self.steps = plan_moves(moves)
+        self.copies = new
+        self.staged = len(new) > self.staged_above and not moves
+        kept = sum(prod(m.size) for m in moves if m.dst == m.src)
         total = prod(self._full_size(self.link.new))
-        steps = list(plan_moves(self.moves))
         summary = (
-            f"{100 * kept // max(total, 1)} % of the new state already lies in place, {len(steps)} block copies inside "
-            f"the region, {len(new)} copies of new elements{' through staging' if self.staged else ''}"
+            f"{100 * kept // max(total, 1)} % of the new state already lies in place, {len(self.steps)} block copies "
+            f"inside the region, {len(new)} copies of new elements{' through staging' if self.staged else ''}"
         )
         return summary, refusal
 
@@ -184,15 +183,13 @@ class RegionWriter:
         if self.staged:
             return  # staging reads its sources where they arise
         with self.flat.graph.inserting_before(self.flat.output):
-            for box, piece in self.copies:
+            for i, piece in enumerate(self.copies):
                 source = piece.source
                 assert isinstance(source, fx.Node)
                 if base_of(source) in states:
                     clone = self._call(aten.clone.default, self._emit_piece(piece))
                     rank = len(piece.size)
-                    piece = Piece(piece.start, piece.size, clone, (0,) * rank, tuple(range(rank)))
-                self.kept.append((box, piece))
-        self.copies = self.kept
+                    self.copies[i] = Piece(piece.start, piece.size, clone, (0,) * rank, tuple(range(rank)))
 
     def commit(self) -> None:
         """Emit staging where sources arise, then moves and copies before the output."""
@@ -200,15 +197,15 @@ class RegionWriter:
         stage: fx.Node | None = None
         if self.staged:
             stage = self._attribute(f"stage_{self.link.name}")
-            for (start, size), piece in self.copies:
+            for piece in self.copies:
                 source = piece.source
                 assert isinstance(source, fx.Node)
                 with graph.inserting_before(source.next):
-                    self._copy(self._slices(stage, start, size), self._emit_piece(piece))
+                    self._copy(self._slices(stage, piece.start, piece.size), self._emit_piece(piece))
         with graph.inserting_before(output):
             buffer = self._buffer()
             spills: dict[int, fx.Node] = {}
-            for step in plan_moves(self.moves):
+            for step in self.steps:
                 if isinstance(step, Copy):
                     self._copy(self._slices(buffer, step.dst, step.size), self._slices(buffer, step.src, step.size))
                 elif isinstance(step, Spill):
@@ -218,8 +215,8 @@ class RegionWriter:
             if stage is not None:
                 self._copy(buffer, stage)
             else:
-                for (start, size), piece in self.copies:
-                    self._copy(self._slices(buffer, start, size), self._emit_piece(piece))
+                for piece in self.copies:
+                    self._copy(self._slices(buffer, piece.start, piece.size), self._emit_piece(piece))
 
     def replace_input(self) -> list[fx.Node]:
         """Readers of the state argument read the live rows of the buffer instead.
@@ -380,11 +377,6 @@ def _shared(piece: Piece, other: Piece) -> Piece | None:
             lo[mine], hi[mine] = first, last
     size = tuple(h - s for h, s in zip(hi, lo, strict=True))
     return Piece(tuple(lo), size, None, tuple(at), tuple(range(len(size))))
-
-
-def _full_origin(piece: Piece) -> tuple[int, ...]:
-    """Where a merged piece of the buffer comes from; merging drops axes of size 1, at their fixed index."""
-    return piece.origin
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

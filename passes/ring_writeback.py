@@ -82,10 +82,8 @@ class RingWriteback:
         rejections: list[Rejection] = []
         changes: list[Change] = []
         for writer in writers:
-            inplace, declined = _read_in_place(flat, writer, live)
-            rejections += [
-                Rejection(code, self.name, where, text, hints, source) for code, where, text, hints, source in declined
-            ]
+            inplace, declined = _read_in_place(flat, writer, live, self.name)
+            rejections += declined
             changes += [Change(self.name, "read in place", "concatenation", "its rows are adjacent in the region", s, n)
                         for s, n in inplace.items()]  # fmt: skip
         for writer in writers:
@@ -151,8 +149,8 @@ def _live(flat: FlatGraph, context: PassContext, movement: MovementMap) -> set[f
 
 
 def _read_in_place(
-    flat: FlatGraph, writer: RegionWriter, live: set[fx.Node]
-) -> tuple[Counter[str], list[tuple[str, str, str, tuple[str, ...], str]]]:
+    flat: FlatGraph, writer: RegionWriter, live: set[fx.Node], pass_name: str
+) -> tuple[Counter[str], list[Rejection]]:
     """Turn live concatenations of old and new rows into views of the region."""
     done: Counter[str] = Counter()
     declined: dict[tuple[str, str, str], list[fx.Node]] = {}
@@ -175,5 +173,5 @@ def _read_in_place(
             ("nothing to do: the region is still written in place, only this read is a copy",) if code == CX401 else ()
         )
         where = f"{nodes[0].name} and {len(nodes) - 1} alike" if len(nodes) > 1 else nodes[0].name
-        listed.append((code, where, text, hints, source))
+        listed.append(Rejection(code, pass_name, where, text, hints, source))
     return done, listed
