@@ -9,10 +9,21 @@ import torch
 __all__ = ["MODE_NAMES", "ambient_modes", "changed_modes"]
 
 MODE_NAMES: tuple[str, ...] = (
-    "autocast", "autocast_dtype", "autocast_cache", "matmul_precision", "cuda_matmul_tf32", "fp16_reduction",
-    "bf16_reduction", "cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "cudnn_tf32", "deterministic",
-    "sdp_flash", "sdp_mem_efficient", "sdp_math", "sdp_cudnn", "default_dtype",
+    "autocast", "autocast_dtype", "autocast_cache", "cuda_matmul_fp32", "cuda_conv_fp32",
+    "cuda_rnn_fp32", "mkldnn_matmul_fp32", "mkldnn_conv_fp32", "fp16_reduction", "bf16_reduction", "cudnn_enabled",
+    "cudnn_deterministic", "cudnn_benchmark", "deterministic", "sdp_flash", "sdp_mem_efficient", "sdp_math",
+    "sdp_cudnn", "default_dtype",
 )  # fmt: skip
+
+_fp32_precision = torch._C._get_fp32_precision_getter
+# What torch.backends.*.fp32_precision, allow_tf32 and set_float32_matmul_precision amount to; the older switches cannot
+# be read any more once the newer ones were set to what they do not express.
+_FP32 = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+
+
+def _precision(backend: str, operation: str) -> str:
+    found = _fp32_precision(backend, operation)
+    return "ieee" if found == "none" else found  # nothing set, and full precision asked for
 
 
 def ambient_modes(device_type: str) -> tuple[Any, ...]:
@@ -23,14 +34,12 @@ def ambient_modes(device_type: str) -> tuple[Any, ...]:
         autocast,
         torch.get_autocast_dtype(device_type) if autocast else None,
         torch.is_autocast_cache_enabled() if autocast else None,
-        torch.get_float32_matmul_precision(),
-        cuda.matmul.allow_tf32,
+        *(_precision(backend, operation) for backend, operation in _FP32),
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cudnn.enabled,
         cudnn.deterministic,
         cudnn.benchmark,
-        cudnn.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),

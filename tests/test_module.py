@@ -229,7 +229,7 @@ def _gradient(p: Pair, x: torch.Tensor) -> None:
 REASONS = {
     "training mode": _training,
     "eager()": _eager_context,
-    "mode changed: matmul_precision highest -> medium": _precision,
+    "mode changed: cuda_matmul_fp32 ieee -> tf32, mkldnn_matmul_fp32 ieee -> bf16": _precision,
     "mode changed: autocast False -> True": _autocast,
     "signature not in the catalog": _undeclared_length,
     "input 'x': it requires a gradient": _gradient,
