@@ -105,6 +105,9 @@ class Captures:
             max_graphs=self.contract.max_graphs,
             max_bytes=self.contract.max_bytes,
         )
+        # The same side streams for every capture: memory that one graph has freed on a stream serves the next graph's
+        # work on that stream only, and the matrix library keeps a workspace for each stream that it has seen.
+        self.side_streams = CudaStreams(self.memory.device)
 
     # ------------------------------------------------------------------------------------------- capture
     def capture(self, program: Program) -> ClassRow:
@@ -191,10 +194,9 @@ class Captures:
         if self.streams < 2 or self.memory.device.type != "cuda":
             return [chain]
         planned = schedule(program.flat, self.streams)
-        streams = CudaStreams(self.memory.device)
 
         def run(*inputs: Any) -> tuple[Any, ...]:
-            return run_scheduled(program.flat, program.module, planned, streams, inputs)
+            return run_scheduled(program.flat, program.module, planned, self.side_streams, inputs)
 
         return [(planned.summary(), run), chain]
 
