@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from cadence_fx.catalog import Signature
+from cadence_fx.budget import within_budget
+from cadence_fx.catalog import Signature, State, predicted_bytes
 from cadence_fx.certify import Certificate, certify
 from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Contract, Result
@@ -110,6 +111,16 @@ class Captures:
         self.side_streams = CudaStreams(self.memory.device)
 
     # ------------------------------------------------------------------------------------------- capture
+    def plan(self, wanted: Sequence[Signature]) -> None:
+        """Refuse, before anything is captured, what the contract's budget has no room for."""
+        states = frozenset(region.name for region in self.contract.states)
+        rows = predicted_bytes(self.contract, states).classes
+        nbytes = {Signature(State(row.variant, row.extents), row.call): row.staged_bytes for row in rows}
+        captured = [signature for signature, row in self.rows.items() if row.captured]
+        everything = tuple(dict.fromkeys((*captured, *wanted)))
+        for signature, refusal in within_budget(self.contract, everything, nbytes).items():
+            self.rows.setdefault(signature, ClassRow(signature, None, (refusal,)))
+
     def capture(self, program: Program) -> ClassRow:
         """Capture and certify a program: on side streams first, as a chain if that is refused for its bits."""
         if program.signature in self.rows:

@@ -184,8 +184,12 @@ def graph(
 
 # ---------------------------------------------------------------------------------------------- shared steps
 def _verified(show: Show, target: str, device: str, chunks: int, seed: int, options: dict[str, Any]) -> Any:
+    from cadence_fx.explain import explain
     from cadence_fx.verify import verify as run
 
+    if torch.device(device).type == "cuda":  # before anything is captured
+        show.catalog(explain(None, load(target, **options).contract()))
+        show.line()
     with _rejections(), show.console.status("comparing with stock"):
         result = run(target, device=device, chunks=chunks, seed=seed, options=options, progress=show.step)
     show.verdict(result)

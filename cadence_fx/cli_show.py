@@ -68,6 +68,10 @@ class Report(Protocol):
         """What stock reserves for these."""
 
     @property
+    def catalog(self) -> Sequence[Any]:
+        """One row a reachable signature, with the predicted bytes of its static inputs."""
+
+    @property
     def classes(self) -> Sequence[Mapping[str, Any]]:
         """One row a compiled signature."""
 
@@ -97,6 +101,7 @@ REGION_COLUMNS: Mapping[str, str] = {
     "rho": "rho",
     "reason": "reason",
 }
+MAX_CATALOG = 12  # signatures that a listing spells out
 NUMBERS = frozenset({"W", "s", "K", "attended", "envelope", "bytes", "stock bytes", "rho"})
 
 
@@ -173,6 +178,18 @@ class Show:
         ratio = f", {stock / ours:.2f} times as much" if ours else ""
         self.line(f"state and scratch: {ours:,} bytes in the contract's buffers; stock reserves {stock:,}{ratio}")
 
+    def catalog(self, report: Report) -> None:
+        """Every signature that the declared traffic reaches, with the predicted bytes of its static inputs."""
+        rows = report.catalog
+        lines = [
+            f"{row.call:12}  start {row.variant}  {size(row.staged_bytes):>9} of static inputs  at "
+            + ", ".join(f"{name}={extent}" for name, extent in row.extents)
+            for row in rows[:MAX_CATALOG]
+        ]
+        if len(rows) > MAX_CATALOG:
+            lines.append(f"... and {len(rows) - MAX_CATALOG} more; explain --json lists all")
+        self.notes("catalog, signatures that the declared traffic reaches", lines, len(rows))
+
     def notes(self, title: str, lines: Iterable[str], count: int) -> None:
         """A titled list and how many things it tells of."""
         self.heading(f"{title}: {count or 'none'}")
@@ -184,6 +201,7 @@ class Show:
         self.regions(report)
         self.line()
         self.state_bytes(report)
+        self.catalog(report)
         if not traced:
             return
         if report.classes:

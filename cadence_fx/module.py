@@ -332,6 +332,8 @@ class CadenceModule(Inspection):
         edited = self._weights.edited()
         if edited:
             self._outdated(edited)
+        if self._captures is not None:
+            self._captures.plan(wanted)
         for i, signature in enumerate(wanted):
             program = self._programs.get(signature) or self._compile(signature)
             if self._captures is not None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import cadence_fx
 from cadence_fx import cli
+from cadence_fx.catalog import ClassBytes
 from cadence_fx.changes import Change, Rejection
 from cadence_fx.cli_notes import MAX_WIDTH, class_lines, rejection_lines, rewrite_lines
 from cadence_fx.cli_show import Show, cell, extents, size
@@ -58,6 +59,9 @@ class FakeReport:
         default_factory=lambda: [Rejection("CX901", "fuse_pointwise", "tanh", "it has no exhaustive proof")]
     )
 
+    catalog: list[ClassBytes] = field(
+        default_factory=lambda: [ClassBytes(f"flush[{n}]", 0, (("solver_kv", 302),), 2048) for n in range(14)]
+    )
     classes: list[dict[str, Any]] = field(default_factory=lambda: [compiled()])
     state_bytes: int = 2 << 20
     reserved_bytes: int = 7 << 20
@@ -259,6 +263,14 @@ def test_explain_needs_no_module_and_prints_aligned_columns(fakes: Fakes, run: R
         in lines
     )
     assert not any(line.startswith("rewrites") for line in lines)  # nothing was traced
+
+
+def test_explain_lists_the_catalog_with_predicted_bytes(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
+    assert run("explain", "token2wav") == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("catalog, signatures that the declared traffic reaches: 14") + 1
+    assert " ".join(lines[first].split()) == "flush[0] start 0 2.0 KiB of static inputs at solver_kv=302"
+    assert lines[first + 12].strip() == "... and 2 more; explain --json lists all"
 
 
 def test_explain_with_trace_builds_the_module_and_lists_rewrites(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
