@@ -6,12 +6,15 @@ A `GraphBackend` is small enough to be faked on a CPU, so that every rule of the
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from cadence_fx.graph_dump import launches
 
 __all__ = ["CudaBackend", "CudaGraphHandle", "GraphBackend", "collector_paused"]
 
@@ -46,6 +49,10 @@ class GraphBackend(Protocol):
 
         A failure is raised after the device works again: no stream captures, no generator is held.
         """
+        ...
+
+    def launches(self, graph: Any) -> Counter[str] | None:
+        """How often the graph launches each kernel, by name; None where that cannot be read."""
         ...
 
     def replay(self, graph: Any, draws: bool) -> None:
@@ -147,7 +154,7 @@ class CudaBackend:
     def capture(self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool) -> tuple[CudaGraphHandle, Any]:
         generator = self.generator
         shared, private = generator.graphsafe_get_state(), generator.clone_state()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its kernels can be listed
         self.synchronize()
         # Memory cached outside the pool is of no use to the graph; torch.cuda.graph does the same.
         torch.cuda.empty_cache()
@@ -164,6 +171,7 @@ class CudaBackend:
                     generator.graphsafe_set_state(shared)  # other threads draw undisturbed
                 result = run()
                 graph.capture_end()
+                graph.instantiate()
             except BaseException:
                 self._abandon(graph, pool)
                 raise
@@ -187,6 +195,9 @@ class CudaBackend:
             graph.reset()
         # The pinned-memory allocator may keep a pointer to a graph whose capture never ended properly.
         _abandoned.append(graph)
+
+    def launches(self, graph: CudaGraphHandle) -> Counter[str] | None:
+        return launches(graph.graph.raw_cuda_graph())
 
     def replay(self, graph: CudaGraphHandle, draws: bool) -> None:
         if not draws:

@@ -69,6 +69,16 @@ class Inspection(torch.nn.Module):
             finally:
                 module.__dict__.clear()  # its scratch is as large as the state, and graph modules die late
 
+    def kernel_difference(self, signature: Signature | None = None) -> dict[str, tuple[int, int]] | None:
+        """Kernels that the graph of the steady call (or of the given signature) holds more or less often than an
+        uncaptured run of the same program launches: name to both counts, empty if the lists agree.
+
+        None without a captured graph, or where torch's build has no ``cuda.bindings`` to read graphs with.
+        """
+        with self._lock:
+            program = self._programs.get(signature or self.steady_signature())
+            return None if self._captures is None or program is None else self._captures.kernel_difference(program)
+
     @contextmanager
     def shadow(self, raises: bool = True) -> Iterator[ShadowAudit]:
         """Within this context stock's concatenations run beside every retention and are compared; see `ShadowAudit`."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["MODE_NAMES", "ambient_modes", "changed_modes"]
+__all__ = ["MODE_NAMES", "ambient_modes", "changed_modes", "pinned_kernels"]
 
 MODE_NAMES: tuple[str, ...] = (
     "autocast", "autocast_dtype", "autocast_cache", "cuda_matmul_fp32", "cuda_conv_fp32",
@@ -56,3 +58,14 @@ def changed_modes(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:
         for name, before, now in zip(MODE_NAMES, expected, found, strict=True)
         if before != now
     )
+
+
+@contextmanager
+def pinned_kernels() -> Iterator[None]:
+    """Within this context cuDNN takes kernels that give the same bits in every run; the flags are put back."""
+    deterministic, benchmark = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark

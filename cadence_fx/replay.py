@@ -264,6 +264,12 @@ class ExactShapeReplay:
         if self._event is not None:
             self.backend.wait(self._event)
 
+    def launches(self, binding: Binding) -> Counter[str] | None:
+        """How often a replay launches each kernel, by name; None where the backend cannot tell, or it is retired."""
+        with self._lock:
+            entry = self._entries.get(binding.key)
+            return None if entry is None else self.backend.launches(entry.graph)
+
     # ------------------------------------------------------------------------------------------- life
     def seal(self) -> None:
         """Capture nothing any more."""

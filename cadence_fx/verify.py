@@ -19,6 +19,7 @@ from cadence_fx.families import load
 from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.places import get_path
+from cadence_fx.program import describe
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
 
 __all__ = ["VerifyResult", "VerifyStep", "compare", "verify"]
@@ -55,6 +56,7 @@ class VerifyResult:
     output: dict[str, float] = field(default_factory=dict)
     module: CadenceModule | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+    kernel_lists: dict[str, Any] | None = None
 
     @property
     def chunks(self) -> int:
@@ -94,6 +96,7 @@ class VerifyResult:
             "sha256": self.digest(),
             "ledger": [{"name": s.name, "how": s.how, "sha256": s.sha256} for s in self.steps if s.is_chunk],
             "flags": self.flags,
+            "kernel_lists": self.kernel_lists,
             "seconds": {
                 "stock": sum(s.seconds_stock for s in self.steps if s.is_chunk),
                 "ours": sum(s.seconds_ours for s in self.steps if s.is_chunk),
@@ -294,8 +297,21 @@ def verify(
         torch.manual_seed(seed)
         steps = family.script(decoder, declared, seed, chunks)
         result = compare(decoder, fast, declared, steps, family=target, progress=progress)
-        result.flags = flags
+        result.flags, result.kernel_lists = flags, _kernel_lists(fast)
         return result
+
+
+def _kernel_lists(fast: CadenceModule) -> dict[str, Any] | None:
+    """For each captured class whether its graph holds the kernels that an uncaptured run launches."""
+    found = {describe(signature): fast.kernel_difference(signature) for signature in fast.programs}
+    listed = {name: difference for name, difference in found.items() if difference is not None}
+    if not listed:
+        return None
+    return {
+        "equal": not any(listed.values()),
+        "classes": len(listed),
+        "differences": {k: v for k, v in listed.items() if v},
+    }
 
 
 @contextmanager

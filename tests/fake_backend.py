@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class FakeBackend:
         self.dropped: list[Any] = []
         self.reserved = 0
         self.collecting_during_capture: bool | None = None
+        self.listed: Counter[str] | None = None  # what the graph dump shows
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -86,6 +88,9 @@ class FakeBackend:
         if self.replays == self.flip_on_replay:
             first = pytree.tree_leaves(graph.outputs)[0]
             first.view(-1).view(torch.int32)[1] ^= 1
+
+    def launches(self, graph: FakeGraph) -> Counter[str] | None:
+        return self.listed
 
     def drop(self, graphs: Any, event: Any) -> None:
         self.dropped += list(graphs)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from cadence_fx.agreement import first_disagreement
-from cadence_fx.captures import Captures
+from cadence_fx.captures import AS_STOCK, PINNED, Captures
 from cadence_fx.module import CadenceModule, transform
+from cadence_fx.refusal import NOT_REPEATABLE
 from tests.fake_backend import FakeBackend
 from tests.streams import chunks, contract, drawn, stream
 from tests.toys import same_bits
@@ -135,3 +136,54 @@ def test_an_operator_that_does_not_agree_with_itself_is_named() -> None:
     assert "lambda" in found.operator
     steady = transform(drawn(stream()), contract((2,)))
     assert steady.self_agreement() is None
+
+
+def unrepeatable(fast: CadenceModule, always: bool = False) -> None:
+    """Stock on these captures gives other bits in every run, unless cuDNN's kernels are pinned (or even then)."""
+    captures = fast._captures
+    assert captures is not None
+    original, runs = captures.reference, iter(range(1, 10_000))
+
+    def reference(program: Any) -> Any:
+        stock = original(program)
+
+        def run(*inputs: Any) -> Any:
+            outputs = stock(*inputs)
+            if torch.backends.cudnn.deterministic and not always:
+                return outputs
+            return tuple(v + next(runs) if isinstance(v, torch.Tensor) else v for v in outputs)
+
+        return run
+
+    captures.reference = reference  # type: ignore[method-assign]
+
+
+def test_where_stock_differs_from_itself_the_certificate_is_made_under_pinned_kernels_and_says_so() -> None:
+    """G4-01: the report tells which guarantee holds under which flags; the flags are as they were."""
+    module, fast, _ = captured()
+    unrepeatable(fast)
+    fast.warmup("steady")
+    assert not torch.backends.cudnn.deterministic
+    rows = list(fast._captures.rows.values())  # type: ignore[union-attr]
+    assert all(row.captured and row.guarantee == PINNED for row in rows)
+    assert all([r.code for r in row.refusals] == [NOT_REPEATABLE] for row in rows)
+    assert PINNED in str(fast.report)
+    assert play(module, fast, [2, 2, 2, 2])
+    assert fast.stats()["replays"] == 4
+
+
+def test_where_stock_differs_from_itself_even_under_pinned_kernels_nothing_is_captured() -> None:
+    module, fast, _ = captured()
+    unrepeatable(fast, always=True)
+    fast.warmup("steady")
+    rows = list(fast._captures.rows.values())  # type: ignore[union-attr]
+    assert not any(row.captured for row in rows)
+    assert all([r.code for r in row.refusals] == [NOT_REPEATABLE, NOT_REPEATABLE] for row in rows)
+    assert play(module, fast, [2, 2])
+    assert fast.stats()["misses"] == {"capture refused: stock not reproducible": 2}
+
+
+def test_certified_as_stock_where_stock_agrees_with_itself() -> None:
+    _, fast, _ = captured()
+    fast.warmup("steady")
+    assert all(row.guarantee == AS_STOCK for row in fast._captures.rows.values())  # type: ignore[union-attr]
