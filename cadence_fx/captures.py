@@ -294,6 +294,11 @@ class Captures:
             return self._run_parts(row, inputs)
 
     # ------------------------------------------------------------------------------------------- inspection
+    @property
+    def stock_differs(self) -> list[Signature]:
+        """Signatures whose certificate failed because stock did not agree with itself."""
+        return [s for s, row in self.rows.items() if any(r.code == NOT_REPEATABLE for r in row.refusals)]
+
     def kernel_difference(self, program: Program) -> dict[str, tuple[int, int]] | None:
         """Kernels that a replay launches more or less often than the program run operator by operator.
 

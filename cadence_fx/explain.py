@@ -82,8 +82,11 @@ def report_of(fast: Inspection) -> Report:
                 "capture": row.to_dict() if row is not None else None,
             }
         )
+    declared = explain(None, fast.contract)
+    notes = declared.notes if fast.disagreement is None else (*declared.notes, f"stock: {fast.disagreement}")
     return replace(
-        explain(None, fast.contract),
+        declared,
+        notes=notes,
         rewrites=tuple(Change(*key, count=count) for key, count in changes.items()),
         rejections=tuple(rejections),
         classes=tuple(classes),

@@ -31,6 +31,8 @@ class Inspection(torch.nn.Module):
     _audit: ShadowAudit | None
     _captures: Captures | None
     _programs: dict[Signature, Program]
+    disagreement: Disagreement | None
+    """The operator in which stock differed from itself, found when a capture met such an operator."""
 
     @property
     def report(self) -> Any:

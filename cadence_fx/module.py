@@ -101,6 +101,7 @@ class CadenceModule(Inspection):
         hidden["_weights"] = WeightWatch(twin, compiler.scratch)
         hidden["_refused"] = dict[Signature, str]()
         hidden["_sealed"], hidden["_strict"], hidden["_audit"] = False, False, None
+        hidden["disagreement"] = None
         for entry in contract.entries:
             hidden[entry.method] = functools.partial(self._entry, entry)
 
@@ -340,6 +341,8 @@ class CadenceModule(Inspection):
                 self._captures.capture(program)
             if progress is not None:
                 progress(i + 1, len(wanted), describe(signature))
+        if self._captures is not None and self.disagreement is None and self._captures.stock_differs:
+            self.__dict__["disagreement"] = self.self_agreement(self._captures.stock_differs[0])
 
     def refresh(self) -> CadenceModule:
         """Forget what was computed from weights, and compile again on the next calls.

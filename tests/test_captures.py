@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from cadence_fx.agreement import first_disagreement
+from cadence_fx.agreement import Disagreement, first_disagreement
 from cadence_fx.captures import AS_STOCK, PINNED, Captures
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.refusal import NOT_REPEATABLE
@@ -168,6 +169,7 @@ def test_where_stock_differs_from_itself_the_certificate_is_made_under_pinned_ke
     assert all(row.captured and row.guarantee == PINNED for row in rows)
     assert all([r.code for r in row.refusals] == [NOT_REPEATABLE] for row in rows)
     assert PINNED in str(fast.report)
+    assert fast.disagreement is None  # this stock is made to differ outside of any operator
     assert play(module, fast, [2, 2, 2, 2])
     assert fast.stats()["replays"] == 4
 
@@ -187,3 +189,13 @@ def test_certified_as_stock_where_stock_agrees_with_itself() -> None:
     _, fast, _ = captured()
     fast.warmup("steady")
     assert all(row.guarantee == AS_STOCK for row in fast._captures.rows.values())  # type: ignore[union-attr]
+
+
+def test_the_report_names_the_operator_in_which_stock_differs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G4-01."""
+    _, fast, _ = captured()
+    unrepeatable(fast)
+    found = Disagreement("conv_1", "aten.conv1d.default", "decoder.py:12")
+    monkeypatch.setattr(CadenceModule, "self_agreement", lambda self, signature=None: found)
+    fast.warmup("steady")
+    assert "stock: aten.conv1d.default (conv_1) does not agree with itself [decoder.py:12]" in fast.report.notes
