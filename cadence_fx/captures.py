@@ -20,6 +20,7 @@ from cadence_fx.certify import Certificate, certify
 from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.graph_backend import GraphBackend
+from cadence_fx.graph_edits import Converted, EditCounts
 from cadence_fx.live_state import Generators, StartState
 from cadence_fx.memory import Memory
 from cadence_fx.modes import pinned_kernels
@@ -29,8 +30,9 @@ from cadence_fx.profile import launch_counts
 from cadence_fx.program import Program, describe
 from cadence_fx.refusal import NOT_REPEATABLE, Refusal
 from cadence_fx.replay import Binding, ExactShapeReplay
-from cadence_fx.schedule import CudaStreams, run_scheduled, schedule
+from cadence_fx.scheduled_run import CudaStreams
 from cadence_fx.stock import Stock
+from cadence_fx.variants import Variant, variants
 
 __all__ = ["AS_STOCK", "PINNED", "Captures", "ClassRow"]
 
@@ -50,6 +52,7 @@ class ClassRow:
         refusals: in the order in which captures were tried.
         schedule: how operators are spread over streams.
         guarantee: whose bits a replay gives.
+        edits: what was changed in the recorded graph.
     """
 
     signature: Signature
@@ -59,6 +62,7 @@ class ClassRow:
     parts: Partition | None = None
     bindings: Mapping[str, Binding] = field(default_factory=dict)
     guarantee: str = AS_STOCK
+    edits: EditCounts | None = None
 
     @property
     def captured(self) -> bool:
@@ -76,6 +80,7 @@ class ClassRow:
             "extents": dict(self.signature.state.extents),
             "captured": self.captured,
             "schedule": self.schedule,
+            "edits": None if self.edits is None else self.edits.summary(),
             "guarantee": self.guarantee if self.captured else "runs as the plan",
             "segments": [
                 {"name": s.name, "captured": s.name in self.bindings, "reason": s.reason, "operators": len(s.nodes)}
@@ -94,6 +99,7 @@ class Captures:
 
     Args:
         streams: side streams for independent branches; 1 captures a chain.
+        edits: edit recorded graphs, see `cadence_fx.graph_edits`; with several streams only.
         capture_after: capture a signature during traffic once it was met this often; None for never.
         granularity: "chunk" for one graph a call where that is possible, "callable" or "step" to cut at boundaries.
     """
@@ -106,6 +112,7 @@ class Captures:
     backend: GraphBackend | None = None
     granularity: Granularity = "chunk"
     capture_after: int | None = None
+    edits: bool = True
     rows: dict[Signature, ClassRow] = field(default_factory=dict)
     met: Counter[Signature] = field(default_factory=Counter)
 
@@ -119,6 +126,7 @@ class Captures:
         # The same side streams for every capture: memory that one graph has freed on a stream serves the next graph's
         # work on that stream only, and the matrix library keeps a workspace for each stream that it has seen.
         self.side_streams = CudaStreams(self.memory.device)
+        self.converted = Converted()
 
     # ------------------------------------------------------------------------------------------- capture
     def plan(self, wanted: Sequence[Signature]) -> None:
@@ -153,18 +161,20 @@ class Captures:
                 found = self._first(program, refusals, PINNED)
         if found is None:
             return ClassRow(program.signature, None, tuple(refusals))
-        binding, label, guarantee = found
-        return ClassRow(program.signature, binding, tuple(refusals), label, guarantee=guarantee)
+        binding, variant, guarantee = found
+        return ClassRow(
+            program.signature, binding, tuple(refusals), variant.label, guarantee=guarantee, edits=variant.counts
+        )
 
     def _first(
         self, program: Program, refusals: list[Refusal], guarantee: str = AS_STOCK
-    ) -> tuple[Binding, str, str] | None:
+    ) -> tuple[Binding, Variant, str] | None:
         """The first variant that is certified under the flags of this moment; stock's own disagreement ends it."""
-        for label, run in self._variants(program):
-            key = (program.signature, label) if guarantee == AS_STOCK else (program.signature, label, guarantee)
-            found = self._bind(key, run, self.examples(program), self.reference(program), program)
+        for variant in variants(program, self.side_streams, self.streams, self.edits, self.converted):
+            key = (program.signature, variant.label, variant.edit is not None, guarantee)
+            found = self._bind(key, variant.run, self.examples(program), self.reference(program), program, variant.edit)
             if isinstance(found, Binding):
-                return found, label, guarantee
+                return found, variant, guarantee
             refusals.append(found)
             if found.code == NOT_REPEATABLE:
                 return None
@@ -174,8 +184,9 @@ class Captures:
         return not torch.backends.cudnn.deterministic
 
     def _bind(
-        self, key: Any, run: Callable[..., Any], inputs: Sequence[Any], reference: Any, program: Program | None
-    ) -> Binding | Refusal:
+        self, key: Any, run: Callable[..., Any], inputs: Sequence[Any], reference: Any, program: Program | None,
+        edit: Callable[[int], int] | None = None,
+    ) -> Binding | Refusal:  # fmt: skip
         return self.engine.capture(
             key,
             run,
@@ -184,6 +195,7 @@ class Captures:
             preserve=self._live(),
             reference=reference,
             compared=None if program is None else self._compared(program),
+            edit=edit,
         )
 
     def _live(self) -> list[torch.Tensor]:
@@ -227,17 +239,6 @@ class Captures:
 
         assert row.parts is not None
         return row.parts.run(inputs, runner, copy_outputs=True)
-
-    def _variants(self, program: Program) -> list[tuple[str, Callable[..., Any]]]:
-        chain = ("chain", program.run)
-        if self.streams < 2 or self.memory.device.type != "cuda":
-            return [chain]
-        planned = schedule(program.flat, self.streams)
-
-        def run(*inputs: Any) -> tuple[Any, ...]:
-            return run_scheduled(program.flat, program.module, planned, self.side_streams, inputs)
-
-        return [(planned.summary(), run), chain]
 
     def _aliased(self) -> list[torch.Tensor]:
         return [*(b.tensor for b in self.memory.buffers.values()), *self.compiler.stages.values()]
@@ -320,6 +321,8 @@ class Captures:
             finally:
                 start.put_back()
                 generators.restore()
+        if row is not None and row.edits is not None:
+            recorded = recorded + row.edits.removed
         names = recorded.keys() | launched.keys()
         return {n: (recorded[n], launched[n]) for n in sorted(names) if recorded[n] != launched[n]}
 
@@ -327,6 +330,7 @@ class Captures:
         """Drop all graphs at once: they share a pool, and none may leave it alone."""
         self.engine.retire()
         self.rows.clear()
+        self.converted = Converted()
 
     def describe(self) -> list[str]:
         """One line per signature, for people."""

@@ -44,8 +44,13 @@ class GraphBackend(Protocol):
         """Run on a stream, ordered after the current stream's work and before what comes next on it."""
         ...
 
-    def capture(self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool) -> tuple[Any, Any]:
-        """Capture ``run`` and return the graph with what ``run`` returned.
+    def capture(
+        self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool, edit: Callable[[int], int] | None = None
+    ) -> tuple[Any, Any, int]:
+        """Capture ``run``, let ``edit`` change what was recorded, and instantiate it.
+
+        Returns:
+            The graph, what ``run`` returned, and what ``edit`` returned: bytes that it took.
 
         A failure is raised after the device works again: no stream captures, no generator is held.
         """
@@ -151,7 +156,9 @@ class CudaBackend:
         finally:
             current.wait_stream(stream)
 
-    def capture(self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool) -> tuple[CudaGraphHandle, Any]:
+    def capture(
+        self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool, edit: Callable[[int], int] | None = None
+    ) -> tuple[CudaGraphHandle, Any, int]:
         generator = self.generator
         shared, private = generator.graphsafe_get_state(), generator.clone_state()
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its kernels can be listed
@@ -171,6 +178,7 @@ class CudaBackend:
                     generator.graphsafe_set_state(shared)  # other threads draw undisturbed
                 result = run()
                 graph.capture_end()
+                added = 0 if edit is None else edit(graph.raw_cuda_graph())
                 graph.instantiate()
             except BaseException:
                 self._abandon(graph, pool)
@@ -178,7 +186,7 @@ class CudaBackend:
             finally:
                 generator.graphsafe_set_state(shared)
                 torch.clear_autocast_cache()
-        return CudaGraphHandle(graph, private), result
+        return CudaGraphHandle(graph, private), result, added
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a broken capture: the stream leaves capture mode, the allocator stops serving from the pool."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from cadence_fx.errors import CadenceError
 
-__all__ = ["MEMCPY", "MEMSET", "checked", "demangled", "driver", "launches"]
+__all__ = ["MEMCPY", "MEMSET", "checked", "demangled", "driver", "kernel_name", "launches"]
 
 MEMSET, MEMCPY = "memset", "memcpy"
 
@@ -78,7 +78,7 @@ def launches(raw_graph: int) -> Counter[str] | None:
     for node in nodes:
         kind = checked(cu.cuGraphNodeGetType(node))
         if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-            found[_kernel_name(cu, checked(cu.cuGraphKernelNodeGetParams(node)))] += 1
+            found[kernel_name(cu, checked(cu.cuGraphKernelNodeGetParams(node)))] += 1
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
             found[MEMSET] += 1
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
@@ -86,7 +86,8 @@ def launches(raw_graph: int) -> Counter[str] | None:
     return found
 
 
-def _kernel_name(cu: Any, parameters: Any) -> str:
+def kernel_name(cu: Any, parameters: Any) -> str:
+    """The demangled name of a kernel node, from its parameters."""
     if int(parameters.func):
         return demangled(checked(cu.cuFuncGetName(parameters.func)).decode())
     return demangled(checked(cu.cuKernelGetName(parameters.kern)).decode())

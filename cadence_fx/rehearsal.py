@@ -30,6 +30,7 @@ class Request:
     compared: Sequence[torch.Tensor]
     reference: Callable[..., Any]
     alias: bool
+    edit: Callable[[int], int] | None = None
 
     def prepare(self, backend: GraphBackend) -> None:
         """Save what must come back."""

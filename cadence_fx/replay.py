@@ -100,7 +100,7 @@ class ExactShapeReplay:
     def capture(
         self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Any], *, aliased: Sequence[torch.Tensor] = (),
         preserve: Sequence[torch.Tensor] = (), reference: Callable[..., Any] | None = None,
-        compared: Sequence[torch.Tensor] | None = None, alias: bool = False,
+        compared: Sequence[torch.Tensor] | None = None, alias: bool = False, edit: Callable[[int], int] | None = None,
     ) -> Binding | Refusal:  # fmt: skip
         """Capture ``run(*inputs)`` and prove its replay.
 
@@ -113,6 +113,8 @@ class ExactShapeReplay:
             reference: stock, on the same buffers; ``run`` itself if None.
             compared: what of the buffers must agree afterwards; all of ``aliased`` if None.
             alias: replays return the static outputs instead of copies.
+            edit: gets the recorded graph's handle before it is instantiated, may change it, and returns the bytes of
+                memory that this took.
         """
         with self._lock, _one_capture, self.backend.active(), torch.inference_mode(False), torch.no_grad():
             known = self._entries.get(key)
@@ -122,7 +124,9 @@ class ExactShapeReplay:
             if found is None:
                 _bury()
                 compared = aliased if compared is None else compared
-                found = self._attempt(Request(key, run, inputs, aliased, preserve, compared, reference or run, alias))
+                found = self._attempt(
+                    Request(key, run, inputs, aliased, preserve, compared, reference or run, alias, edit)
+                )
                 if isinstance(found, Refusal) and found.code != codes.BYTE_LIMIT:
                     self._failed[key] = found
             if isinstance(found, Refusal):
@@ -193,10 +197,11 @@ class ExactShapeReplay:
         # such a pool already serves keep it alive and stay good.
         self._pool = None
         with collector_paused():
-            graph, result = self.backend.capture(request.run_static, pool, stream, request.draws)
+            graph, result, added = self.backend.capture(request.run_static, pool, stream, request.draws, request.edit)
         self._pool = pool
         self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
-        measured = max(0, self.backend.reserved_bytes(pool) - before) + sum(held.staged for held in request.held)
+        measured = added + max(0, self.backend.reserved_bytes(pool) - before)
+        measured += sum(held.staged for held in request.held)
         self._counts["measured_bytes"] += measured
         self._counts["predicted_bytes"] += predicted
         outputs, spec = pytree.tree_flatten(result)

@@ -7,16 +7,14 @@ chain is a stream, so that no operator waits for one that it does not depend on.
 (Kwon et al., NeurIPS 2020, section 4.2: minimum equivalent graph, then a maximum matching); streams are reused where
 that adds no false wait.
 
-A schedule is run once, under capture. A value that another stream reads is kept until its own stream has waited for
-that read, since the allocator would hand its memory out again on its own stream at once.
+A value that another stream reads is kept until its own stream has waited for that read, since the allocator would hand
+its memory out again on its own stream at once. `cadence_fx.scheduled_run` runs a schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import networkx
 import torch
@@ -27,7 +25,7 @@ from cadence_fx.effects import is_random, view_input, written
 from cadence_fx.movement import view_piece
 from cadence_fx.specialise import FlatGraph
 
-__all__ = ["Schedule", "StreamBackend", "dependencies", "run_scheduled", "schedule"]
+__all__ = ["Schedule", "dependencies", "is_view", "memory_owners", "readers", "schedule"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -63,11 +61,11 @@ def dependencies(flat: FlatGraph) -> dict[fx.Node, set[fx.Node]]:
     accesses: dict[fx.Node, list[tuple[Box | None, fx.Node, bool]]] = {}
     last_draw: fx.Node | None = None
     for node in flat.graph.nodes:
-        if node.op != "call_function" or _is_view(node):
+        if node.op != "call_function" or is_view(node):
             continue
         needs: set[fx.Node] = set()
         writes = set(written(node))
-        touched = [(owner, _box(a, owner), a in writes) for a in node.all_input_nodes for owner in _owners(a)]
+        touched = [(owner, _box(a, owner), a in writes) for a in node.all_input_nodes for owner in memory_owners(a)]
         for owner, box, writes_it in touched:
             if owner in found:
                 needs.add(owner)
@@ -85,8 +83,8 @@ def dependencies(flat: FlatGraph) -> dict[fx.Node, set[fx.Node]]:
     return found
 
 
-def _is_view(node: fx.Node) -> bool:
-    """A node that launches nothing: its value is a view of an argument."""
+def is_view(node: fx.Node) -> bool:
+    """True for a node that launches nothing: its value is a view of an argument."""
     return view_input(node) is not None and not written(node) and not _may_copy(node)
 
 
@@ -102,10 +100,10 @@ def _may_copy(node: fx.Node) -> bool:
     }
 
 
-def _owners(node: fx.Node) -> Iterator[fx.Node]:
+def memory_owners(node: fx.Node) -> Iterator[fx.Node]:
     """The operators whose memory a value may show: views lead to one, a view-or-copy leads further."""
     while True:
-        while _is_view(node) and (parent := view_input(node)) is not None:
+        while is_view(node) and (parent := view_input(node)) is not None:
             node = parent
         yield node
         parent = view_input(node)
@@ -132,7 +130,7 @@ def schedule(flat: FlatGraph, max_streams: int = 4) -> Schedule:
         flat: the graph; its order is kept as the order of launches.
         max_streams: each stream costs a workspace of the matrix library; chains beyond share the first stream.
     """
-    order = [n for n in flat.graph.nodes if n.op == "call_function" and not _is_view(n)]
+    order = [n for n in flat.graph.nodes if n.op == "call_function" and not is_view(n)]
     position = {node: i for i, node in enumerate(order)}
     needs = dependencies(flat)
     before, edges = _reduced(order, position, needs)
@@ -266,8 +264,8 @@ def _releases(
     flat: FlatGraph, order: list[fx.Node], position: dict[fx.Node, int], stream: dict[fx.Node, int], before: list[int]
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """After which operator each value may be dropped: its own stream must have waited for all who read it."""
-    readers = _readers(flat, order, position)
-    kept: set[fx.Node] = {owner for n in flat.output.all_input_nodes for owner in _owners(n)}
+    used_by = readers(flat, order, position)
+    kept: set[fx.Node] = {owner for n in flat.output.all_input_nodes for owner in memory_owners(n)}
     by_stream: dict[int, list[int]] = {}
     for i, node in enumerate(order):
         by_stream.setdefault(stream[node], []).append(i)
@@ -275,7 +273,7 @@ def _releases(
     for value in order:
         if value in kept or written(value):
             continue
-        used = readers.get(value, set()) | {position[value]}
+        used = used_by.get(value, set()) | {position[value]}
         crossing = [i for i in used if stream[order[i]] != stream[value]]
         if not crossing:
             release.setdefault(order[max(used)], []).append(value)
@@ -289,9 +287,9 @@ def _releases(
     return {node: tuple(values) for node, values in release.items()}
 
 
-def _readers(flat: FlatGraph, order: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
+def readers(flat: FlatGraph, order: list[fx.Node], position: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
     """Positions of the operators that need each value."""
-    readers: dict[fx.Node, set[int]] = {}
+    found: dict[fx.Node, set[int]] = {}
     last = -1
     for node in flat.graph.nodes:
         if node.op != "call_function":
@@ -300,104 +298,6 @@ def _readers(flat: FlatGraph, order: list[fx.Node], position: dict[fx.Node, int]
         # A view runs on the host before the next operator; it too needs its arguments (view_as has two).
         at = last if node in position else min(last + 1, len(order) - 1)
         for argument in node.all_input_nodes:
-            for owner in _owners(argument):
-                readers.setdefault(owner, set()).add(at)
-    return readers
-
-
-# ---------------------------------------------------------------------------------------------- execution
-class StreamBackend(Protocol):
-    """What running a schedule needs of a device."""
-
-    def on(self, stream: int) -> Any:
-        """Context in which work goes to that stream."""
-
-    def record(self, stream: int) -> Any:
-        """An event after the work so far on a stream."""
-
-    def wait(self, stream: int, event: Any) -> None:
-        """Let a stream wait for an event."""
-
-
-@dataclass
-class CudaStreams:
-    """Streams of one device; stream 0 is the current one, which may be capturing."""
-
-    device: torch.device
-    side: list[torch.cuda.Stream] = field(default_factory=list)
-
-    def _stream(self, index: int) -> torch.cuda.Stream:
-        if index == 0:
-            return torch.cuda.current_stream(self.device)
-        while len(self.side) < index:
-            self.side.append(torch.cuda.Stream(self.device))
-        return self.side[index - 1]
-
-    @contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        if stream == 0:
-            yield
-        else:
-            with torch.cuda.stream(self._stream(stream)):
-                yield
-
-    def record(self, stream: int) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream(stream))
-        return event
-
-    def wait(self, stream: int, event: torch.cuda.Event) -> None:
-        self._stream(stream).wait_event(event)
-
-
-def run_scheduled(
-    flat: FlatGraph, module: torch.nn.Module, planned: Schedule, backend: StreamBackend, inputs: Any
-) -> tuple[Any, ...]:
-    """Run a graph on its streams. Meant for a capture: replays do not come here.
-
-    Args:
-        module: holds the graph's attributes.
-        inputs: values of the placeholders in order.
-
-    Returns:
-        The graph's outputs; all side streams have been joined.
-    """
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
-    waited_for = {p for found in planned.waits.values() for p in found} | set(planned.joins)
-    events: dict[fx.Node, Any] = {}
-    forked: set[int] = set()
-    start = backend.record(0)
-    for node in flat.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr":
-            env[node] = getattr(module, str(node.target))
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            index = planned.stream.get(node, 0)
-            if index and index not in forked:
-                # A stream joins a capture by waiting for an event of the capturing stream.
-                backend.wait(index, start)
-                forked.add(index)
-            for other in planned.waits.get(node, ()):
-                backend.wait(index, events[other])
-            with backend.on(index):
-                env[node] = node.target(*args, **kwargs)
-            del args, kwargs
-            if node in waited_for:
-                events[node] = backend.record(index)
-            for value in planned.release.get(node, ()):
-                _drop(env, value)
-    for node in planned.joins:
-        backend.wait(0, events[node])
-    return tuple(fx.map_arg(flat.output.args[0], lambda n: env[n]))  # type: ignore[arg-type]
-
-
-def _drop(env: dict[fx.Node, Any], value: fx.Node) -> None:
-    """Forget a value and all views of it."""
-    todo = [value]
-    while todo:
-        node = todo.pop()
-        env.pop(node, None)
-        todo += [user for user in node.users if _is_view(user) and view_input(user) is node]
+            for owner in memory_owners(argument):
+                found.setdefault(owner, set()).add(at)
+    return found

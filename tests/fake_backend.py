@@ -58,7 +58,7 @@ class FakeBackend:
         self.log.append("warm-up")
         return run()
 
-    def capture(self, run: Any, pool: Any, stream: Any, draws: bool) -> tuple[FakeGraph, Any]:
+    def capture(self, run: Any, pool: Any, stream: Any, draws: bool, edit: Any = None) -> tuple[FakeGraph, Any, int]:
         self.log.append("capture")
         self.collecting_during_capture = gc.isenabled()
         if self.capture_error is not None:
@@ -67,7 +67,7 @@ class FakeBackend:
         outputs = run()
         self.set_position(position)  # a capture records draws and makes none
         self.reserved += self.grows
-        return FakeGraph(run, outputs), outputs
+        return FakeGraph(run, outputs), outputs, 0 if edit is None else edit(0)
 
     def replay(self, graph: FakeGraph, draws: bool) -> None:
         self.log.append("replay")

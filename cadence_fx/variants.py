@@ -1,0 +1,106 @@
+"""Ways to run a program under capture, the fastest first: they launch the same kernels with fewer waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cadence_fx.effects import mutated_bases
+from cadence_fx.graph_dump import driver
+from cadence_fx.graph_edits import Constant, Converted, EditCounts, prepare_early, run_once
+from cadence_fx.launch_graph import RawGraph
+from cadence_fx.output_slots import OutputSlots, plan_slots
+from cadence_fx.program import Program
+from cadence_fx.schedule import Schedule, is_view, schedule
+from cadence_fx.scheduled_run import CudaStreams, Launched, run_scheduled
+
+__all__ = ["Variant", "variants"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way. ``edit`` changes the recorded graph and returns the bytes that it took; ``counts`` says what it did."""
+
+    label: str
+    run: Callable[..., Any]
+    edit: Callable[[int], int] | None = None
+    counts: EditCounts | None = None
+
+
+def variants(program: Program, streams: CudaStreams, count: int, edits: bool, converted: Converted) -> list[Variant]:
+    """The variants of a program, each of which falls back to the next if it is not certified.
+
+    Args:
+        streams: side streams, shared by all captures.
+        count: of streams; 1 leaves the chain alone.
+        edits: whether recorded graphs are edited; needs ``cuda.bindings``.
+        converted: constants in other layouts, shared by all captures.
+    """
+    chain = Variant("chain", program.run)
+    if count < 2 or streams.device.type != "cuda":
+        return [chain]
+    planned = schedule(program.flat, count)
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        return run_scheduled(program.flat, program.module, planned, streams, inputs)
+
+    scheduled = Variant(planned.summary(), run)
+    if not edits or driver() is None:
+        return [scheduled, chain]
+    return [_edited(program, planned, streams, converted), scheduled, chain]
+
+
+def _edited(program: Program, planned: Schedule, streams: CudaStreams, converted: Converted) -> Variant:
+    flat, launched, counts = program.flat, list[Launched](), EditCounts()
+    order = [n for n in flat.graph.nodes if n.op == "call_function" and not is_view(n)]
+    slots = OutputSlots(plan_slots(flat, order), streams.device)
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        launched.clear()
+        return run_scheduled(flat, program.module, planned, streams, inputs, slots.launch, launched)
+
+    def edit(raw: int) -> int:
+        graph = RawGraph(raw)
+        addresses = {slot: memory.data_ptr() for slot, memory in slots.memory.items()}
+        prepare_early(graph, launched, slots.planned, addresses, _lasting(slots), counts)
+        run_once(graph, launched, _constants(program), converted, streams.device, counts)
+        graph.apply()
+        counts.nbytes += slots.nbytes
+        return counts.nbytes
+
+    return Variant(planned.summary(), run, edit, counts)
+
+
+def _lasting(slots: OutputSlots) -> Callable[[int, int], bool]:
+    """Whether a range lies in memory that is still allocated now, after the capture, and is no slot."""
+    blocks = [
+        (block["address"], block["address"] + block["size"])
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    ]
+    taken = {(memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in slots.memory.values()}
+
+    def lasting(address: int, nbytes: int) -> bool:
+        end = address + nbytes
+        if any(address < last and first < end for first, last in taken):
+            return False
+        return any(first <= address and end <= last for first, last in blocks)
+
+    return lasting
+
+
+def _constants(program: Program) -> dict[int, Constant]:
+    """Dense attributes that the program does not write, by address."""
+    flat = program.flat
+    written = {n.target for n in mutated_bases(flat.graph.nodes) if n.op == "get_attr"}
+    found: dict[int, Constant] = {}
+    for node in flat.graph.nodes:
+        if node.op == "get_attr" and node.target not in written and "region" not in node.meta:
+            tensor = getattr(program.module, str(node.target))
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.is_contiguous():
+                found[tensor.data_ptr()] = Constant.of(tensor)
+    return found
