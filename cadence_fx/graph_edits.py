@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +41,7 @@ PRODUCTS = frozenset({aten.linear.default, aten.addmm.default, aten.mm.default, 
 _TORCH = ("at::native::", "at_cuda_detail::", "PyTorchMemEffAttention::", "pytorch_flash::")
 _CLEARS_RESULT = "scal_kernel<"
 _CONVERSIONS = ("nchwToNhwcKernel<", "nhwcToNchwKernel<")
-_GUARD = 256  # bytes behind a converted constant that must stay as they are
+_GUARD, _PATTERN = 256, 0xA5  # bytes behind a converted constant that must stay as they are
 
 
 @dataclass
@@ -79,13 +79,29 @@ class Constant:
 
 @dataclass
 class Converted:
-    """Constants in other layouts, by address and kernel; shared by all graphs of a module."""
+    """Constants in other layouts, by address and kernel; shared by all graphs of a module.
 
+    Args:
+        limit: bytes that they may take. What saves most launches for its bytes comes first.
+    """
+
+    limit: int = 128 << 20
     memory: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() for t in self.memory.values())
+
+    def choose(self, found: Sequence[_Conversion]) -> list[tuple[int, str]]:
+        """The conversions, by key, that a graph adds within the limit."""
+        uses = Counter(c.key for c in found if c.key not in self.memory)
+        sizes = {c.key: c.constant.converted_bytes + _GUARD for c in found}
+        room, chosen = self.limit - self.nbytes, []
+        for key in sorted(uses, key=lambda k: uses[k] / sizes[k], reverse=True):
+            if sizes[key] <= room:
+                room -= sizes[key]
+                chosen.append(key)
+        return chosen
 
 
 def _link(graph: LaunchGraph, sources: set[int], node: int) -> None:
@@ -207,6 +223,21 @@ def _clears(graph: LaunchGraph, node: int, result: int) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- constants
+@dataclass(frozen=True)
+class _Conversion:
+    """A kernel that brings a constant into another layout, where it writes it, and who reads it there."""
+
+    node: int
+    constant: Constant
+    kernel: str
+    target: int
+    readers: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.constant.address, self.kernel
+
+
 def run_once(
     graph: LaunchGraph,
     launched: Sequence[Launched],
@@ -219,44 +250,53 @@ def run_once(
 
     Args:
         constants: by address.
-        converted: those that other graphs have converted already; new ones are added.
+        converted: those that other graphs have converted already; new ones are added as far as its limit allows.
 
     Raises:
         CadenceError: a conversion wrote beyond the memory that its result should take.
     """
-    todo: list[int] = []
-    new: list[torch.Tensor] = []
-    drop: list[int] = []
-    before = converted.nbytes
-    for operator in launched:
-        for node in range(operator.first, operator.last):
-            found = _conversion(graph, node, constants)
-            if found is None:
-                continue
+    found = [c for operator in launched for c in _conversions(graph, operator, constants)]
+    first = {c.key: c for c in reversed(found)}
+    new = converted.choose(found)
+    for key in new:
+        size = first[key].constant.converted_bytes + _GUARD
+        converted.memory[key] = torch.full((size,), _PATTERN, dtype=torch.uint8, device=device)
+    found = [c for c in found if c.key in converted.memory]
+    for conversion in found:
+        address = converted.memory[conversion.key].data_ptr()
+        for node in (conversion.node, *conversion.readers):
+            _readdress(graph, node, conversion.target, address)
+    try:
+        _convert(graph, [first[key].node for key in new], [converted.memory[key] for key in new], device)
+    except BaseException:
+        for key in new:
+            del converted.memory[key]
+        raise
+    for conversion in found:
+        counts.removed[conversion.kernel] += 1
+        graph.drop(conversion.node)
+    counts.conversions += len(found)
+    counts.nbytes += sum(converted.memory[key].numel() for key in new)
+
+
+def _convert(graph: LaunchGraph, nodes: Sequence[int], results: Sequence[torch.Tensor], device: torch.device) -> None:
+    if not nodes:
+        return
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the results hold their pattern
+    graph.run_once(nodes)
+    if any(bool((memory[-_GUARD:] != _PATTERN).any()) for memory in results):
+        raise CadenceError("a converted constant is larger than any layout of it that is known")
+
+
+def _conversions(graph: LaunchGraph, operator: Launched, constants: Mapping[int, Constant]) -> Iterator[_Conversion]:
+    for node in range(operator.first, operator.last):
+        found = _conversion(graph, node, constants)
+        if found is not None:
             constant, target = found
             readers = _readers_of(graph, operator, node, target, constant.converted_bytes)
-            if not readers:
-                continue
-            key = (constant.address, graph.name(node))
-            if key not in converted.memory:
-                memory = torch.full((constant.converted_bytes + _GUARD,), 0xA5, dtype=torch.uint8, device=device)
-                converted.memory[key] = memory
-                new.append(memory)
-                todo.append(node)
-            address = converted.memory[key].data_ptr()
-            for changed in (node, *readers):
-                _readdress(graph, changed, target, address)
-            drop.append(node)
-    if todo:
-        torch.cuda.current_stream(device).synchronize()
-        graph.run_once(todo)
-    if any(bool((memory[-_GUARD:] != 0xA5).any()) for memory in new):
-        raise CadenceError("a converted constant is larger than any layout of it that is known")
-    for node in drop:
-        counts.removed[graph.name(node)] += 1
-        graph.drop(node)
-    counts.conversions += len(drop)
-    counts.nbytes += converted.nbytes - before
+            if readers:
+                yield _Conversion(node, constant, graph.name(node), target, tuple(readers))
 
 
 def _conversion(graph: LaunchGraph, node: int, constants: Mapping[int, Constant]) -> tuple[Constant, int] | None:

@@ -102,7 +102,8 @@ class OutputSlots:
 
         Outside of a capture nothing orders the tenants of a slot, so none is used.
         """
-        target = self.result(node) if torch.cuda.is_current_stream_capturing() else None
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        target = self.result(node) if capturing else None
         if target is None:
             return node.target(*args, **kwargs)  # type: ignore[operator]
         rows, weight, bias = args
