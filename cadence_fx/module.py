@@ -386,6 +386,7 @@ def transform(
     streams: int = 6,
     granularity: Granularity = "chunk",
     capture_after: int | None = None,
+    edits: bool = True,
     debug: bool = False,
 ) -> CadenceModule:
     """A drop-in for ``module`` that runs from contract-owned state, bit for bit as stock.
@@ -404,6 +405,7 @@ def transform(
         granularity: of captures: "chunk", "callable" or "step", see `cadence_fx.partition`.
         capture_after: capture a declared signature that `CadenceModule.warmup` left out once it was met this often; by
             default nothing is captured during traffic.
+        edits: edit recorded graphs so that kernels wait for less, see `cadence_fx.graph_edits`.
         debug: after each pass, run its result against its input and compare every bit (VerificationError if not equal).
 
     Raises:
@@ -432,4 +434,5 @@ def transform(
     fast.compiler.debug = debug
     if fast._captures is not None:
         fast._captures.granularity, fast._captures.capture_after = granularity, capture_after
+        fast._captures.edits = edits
     return fast
