@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODE_NAMES", "ambient_modes", "changed_modes"]
+__all__ = ["AUTOCAST_CACHE", "MODE_NAMES", "ambient_modes", "changed_modes"]
 
 MODE_NAMES: tuple[str, ...] = (
     "autocast", "autocast_dtype", "autocast_cache", "matmul_precision", "cuda_matmul_tf32", "fp16_reduction",
     "bf16_reduction", "cudnn_enabled", "cudnn_deterministic", "cudnn_benchmark", "cudnn_tf32", "deterministic",
     "sdp_flash", "sdp_mem_efficient", "sdp_math", "sdp_cudnn", "default_dtype",
 )  # fmt: skip
+AUTOCAST_CACHE = MODE_NAMES.index("autocast_cache")
 
 
 def ambient_modes(device_type: str) -> tuple[Any, ...]:
