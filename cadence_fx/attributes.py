@@ -1,8 +1,9 @@
 """What a trace took for fixed although a user can change it: Python attributes, submodules and hooks.
 
 Tracing runs the module's Python once. A number that it read is a literal of the graph, a submodule and a hook are
-inlined. So the reads are recorded while tracing, and a call is admitted only while they would give the same. What the
-module's Python would write on each call, a replay would not: such a module is refused.
+inlined. So the reads are recorded while tracing, and a call is admitted only while they would give the same. Globals
+that its functions name count as read. What the module's Python would write on each call, a replay would not: such a
+module is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from operator import getitem, is_
+from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
 
 from cadence_fx.errors import TraceError
+from cadence_fx.surroundings import SharedContainer, class_containers, global_reads
 
 __all__ = ["AttributeWatch"]
 
@@ -27,6 +29,7 @@ _DEPTH = 3  # how far a value is followed into containers and configuration obje
 _ABSENT = object()
 _OWN = frozenset(torch.nn.Module().__dict__) - {"training"}  # the bookkeeping of torch.nn.Module itself
 _lock = threading.Lock()
+_version = attrgetter("_version")
 
 
 class _ByName:
@@ -45,9 +48,11 @@ class AttributeWatch:
     Args:
         module: what users can change.
         traced: a twin of it, which is traced.
+        ignore: dotted paths of tensors that change without meaning, such as scratch.
     """
 
-    def __init__(self, module: torch.nn.Module, traced: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, traced: torch.nn.Module, ignore: frozenset[str] = frozenset()) -> None:
+        self._ignore = ignore
         self._pairs = [(p, m, t) for (p, m), t in zip(module.named_modules(), traced.modules(), strict=True)]
         self._index = {id(t): i for i, (_, _, t) in enumerate(self._pairs)}
         self._seen: set[tuple[int, str]] = set()
@@ -57,6 +62,8 @@ class AttributeWatch:
         self.names: list[str] = []
         self.sized: list[Any] = []
         self.sizes: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self.versions: list[int] = []
         self._hooks = [getattr(m, name) for _, m, _ in self._pairs for name in _HOOKS]
         self._any_hooks = any(self._hooks)
         self.sized += [h for h in self._hooks if h]
@@ -66,6 +73,10 @@ class AttributeWatch:
             for key in mine._modules:
                 self._expect(mine._modules, key, mine._modules[key], f"{path}.{key}".lstrip("."))
         self.sizes = list(map(len, self.sized))
+        self._shared = class_containers(traced.modules())
+        self._globals: list[SharedContainer] = []
+        for namespace, name in global_reads(traced.modules()):
+            self._watch_global(namespace, name)
 
     # ------------------------------------------------------------------------------------------- recording
     @contextmanager
@@ -76,18 +87,20 @@ class AttributeWatch:
             TraceError: the module's Python changed one of its own attributes.
         """
         before = [_Contents(t) for _, _, t in self._pairs]
+        kept = [(shared, shared.container.copy()) for shared in (*self._shared, *self._globals)]
         events: list[_Event] = []
         try:
             with _lock, warnings.catch_warnings(), _recorded(self._index, events):
                 warnings.filterwarnings("ignore", "The tensor attribute")  # torch.export names what is judged here
                 yield
         finally:
-            inside = [(i, name) for i, kept in enumerate(before) for name in kept.restore()]
+            inside = [(i, name) for i, contents in enumerate(before) for name in contents.restore()]
+            filled = [shared.name for shared, items in kept if self._restored(shared, items)]
         temporary = _temporaries(events)
         written = [(e.module, e.name) for e in events if e.wrote and (e.module, e.name) not in temporary]
         changed = [
             f"{self._pairs[i][0]}.{name}".lstrip(".") for i, name in (*written, *inside) if (i, name) not in temporary
-        ]
+        ] + filled
         for event in events:
             key = (event.module, event.name)
             if not event.wrote and event.name not in _OWN and key not in self._seen and key not in temporary:
@@ -109,6 +122,27 @@ class AttributeWatch:
             if isinstance(value, (*_PLAIN, list, tuple, dict)):
                 self._follow(_ByName(mine), name, value, label, _DEPTH)
 
+    def _watch_global(self, namespace: dict[str, Any], name: str) -> None:
+        value, label = namespace[name], f"{namespace.get('__name__', '')}.{name}"
+        if isinstance(value, (dict, list, set)):
+            self._globals.append(SharedContainer(label, value))
+        simple = isinstance(value, (dict, list, tuple)) and value and _simple(_items(value))
+        if simple or _is_plain(value) or isinstance(value, torch.Tensor):
+            self._follow(namespace, name, value, label, _DEPTH)
+
+    def _restored(self, shared: SharedContainer, items: Any) -> bool:
+        """Put a shared container's items back if a trace changed what is the module's business.
+
+        Its classes' containers are. In globals, libraries keep books of types and shapes; what counts there is a
+        tensor, which belongs to the trace and would be met by later calls.
+        """
+        if _same_items(shared.container, items):
+            return False
+        if any(shared is other for other in self._globals) and not shared.holds_tensor():
+            return False
+        _refill(shared.container, items)
+        return True
+
     def _follow(self, container: Any, key: Any, value: Any, label: str, depth: int) -> None:
         """Expect ``value`` (of the traced twin) at ``container[key]`` (of the module), and what lies below it."""
         if _is_plain(value):
@@ -119,10 +153,14 @@ class AttributeWatch:
         except (KeyError, IndexError, AttributeError):
             self._expect(container, key, value, label)
             return
+        if isinstance(mine, torch.Tensor) and label not in self._ignore and not mine.is_inference():
+            self._expect(container, key, mine, label)
+            self.tensors.append(mine)
+            self.versions.append(mine._version)
         if depth == 0 or isinstance(value, (torch.Tensor, torch.nn.Module, type)) or callable(value):
             return
         if isinstance(value, (dict, list, tuple)):
-            items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+            items = _items(value)
             if not _simple(items) or type(mine) is not type(value):
                 return
             self._expect(container, key, mine, label)  # the container itself: replacing it counts as a change
@@ -148,6 +186,7 @@ class AttributeWatch:
             if (
                 all(map(is_, map(getitem, self.containers, self.keys), self.expected))
                 and list(map(len, self.sized)) == self.sizes
+                and list(map(_version, self.tensors)) == self.versions
                 and (self._any_hooks or not any(self._hooks))
             ):
                 return None
@@ -169,6 +208,9 @@ class AttributeWatch:
             return self.names[i]
         if list(map(len, self.sized)) != self.sizes:
             return "number of items of a container, submodules or hooks"
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if tensor._version != version:
+                return next(n for n, held in zip(self.names, self.expected, strict=True) if held is tensor)
         return None if self._any_hooks or not any(self._hooks) else "forward hooks"
 
 
@@ -177,9 +219,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+
+
 def _simple(items: list[tuple[Any, Any]]) -> bool:
-    """True for a container that looks like configuration and not like a container of modules or tensors."""
-    return all(isinstance(v, (*_PLAIN, dict, list, tuple)) for _, v in items)
+    """True for a container that looks like configuration or tables and not like a container of modules."""
+    return all(isinstance(v, (*_PLAIN, torch.Tensor, dict, list, tuple)) for _, v in items)
 
 
 class _Event(NamedTuple):
@@ -250,9 +296,13 @@ class _Contents:
             container = mine[name]
             if not _same_items(container, kept):
                 changed += _changed_keys(container, kept) if name in _TENSORS else [name]
-                container.clear()
-                container.extend(kept) if isinstance(kept, list) else container.update(kept)
+                _refill(container, kept)
         return changed
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.extend(items) if isinstance(items, list) else container.update(items)
 
 
 def _changed_keys(found: Any, kept: Any) -> list[str]:

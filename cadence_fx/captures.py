@@ -31,6 +31,7 @@ from cadence_fx.program import Program, describe
 from cadence_fx.refusal import NOT_REPEATABLE, Refusal
 from cadence_fx.replay import Binding, ExactShapeReplay
 from cadence_fx.scheduled_run import CudaStreams
+from cadence_fx.staging import copy_of
 from cadence_fx.stock import Stock
 from cadence_fx.variants import Variant, variants
 
@@ -264,7 +265,7 @@ class Captures:
                 enters = self.contract.region(link.name).enters
                 if isinstance(enters, Arg):
                     bound = set_path(bound, enters, self.memory[link.name].view(link.old))
-            result = self.stock.run_demand(bound)
+            result = self._parted(program, self.stock.run_demand(bound))
             for link in program.links:
                 leaves = self.contract.region(link.name).leaves
                 if isinstance(leaves, Result):
@@ -274,6 +275,24 @@ class Captures:
             return tuple(v for i, v in enumerate(pytree.tree_leaves(result)) if i not in owned)
 
         return run
+
+    def _parted(self, program: Program, result: Any) -> Any:
+        """A result that the writing of the new state leaves alone: what lies in the buffers is copied out of them.
+
+        A state that already lies where it belongs stays: it may be large, and writing it changes nothing.
+        """
+        memory = {b.tensor.untyped_storage().data_ptr() for b in self.memory.buffers.values()}
+        in_place = {
+            (program.state_at[link.name], self.memory[link.name].view(link.new).data_ptr())
+            for link in program.links
+            if link.name in program.state_at and link.dim is None
+        }
+        leaves, spec = pytree.tree_flatten(result)
+        for i, v in enumerate(leaves):
+            inside = isinstance(v, torch.Tensor) and v.untyped_storage().data_ptr() in memory
+            if inside and (i, v.data_ptr()) not in in_place:
+                leaves[i] = copy_of(v)
+        return pytree.tree_unflatten(leaves, spec)
 
     # ------------------------------------------------------------------------------------------- calls
     def run(self, program: Program, inputs: Sequence[Any], may_capture: bool = False) -> Any:

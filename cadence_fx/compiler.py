@@ -85,7 +85,9 @@ class Compiler:
             self.traced.__dict__[name].clear()
         if getattr(self.traced.__dict__.get("forward"), "cadence_stock", False):
             del self.traced.__dict__["forward"]  # the fallback's wrapper, which calls the module itself
-        self.watch = AttributeWatch(self.module, self.traced)
+        self.watch = AttributeWatch(
+            self.module, self.traced, frozenset(place.path for place, _ in self.scratch_places())
+        )
         shrink_tables(self.traced, self.contract, self.memory.device)
         self._drop_scratch()
         self.tracer = Tracer(self.traced, [b.path for b in self.contract.boundaries])
@@ -291,9 +293,10 @@ class Compiler:
         """
         start = time.perf_counter()
         flat, places, _ = self.flat(signature)
+        self._require_no_hidden_state(flat)
         links = self.links(signature, flat, places)
         entered = _placeholders(flat)
-        before = flat.calls()
+        before, mutated = flat.calls(), {n.name for n in mutated_bases(flat.graph.nodes) if n.op == "placeholder"}
         observer = self._observed(signature, flat, dict(zip(entered, places, strict=True)), links)
         context = PassContext(self.contract, links, self.scratch, self.fetch, self.constants)
         passes = [p for p in self.passes if p.name not in self.skip]
@@ -305,10 +308,11 @@ class Compiler:
         depends = frozenset().union(
             *(self.constants.depends.get(_identity(t), frozenset()) for t in result.flat.constants)
         )
+        mutates = frozenset(link.name for link in links if link.input in mutated)
         return Program(
             signature, module.forward, module, result.flat, inputs, links, flat.out_spec,
             {link.name: link.output for link in links if link.output is not None}, result.changes, result.rejections,
-            depends, self._written(result.flat), before, result.flat.calls(), time.perf_counter() - start,
+            depends, mutates, before, result.flat.calls(), time.perf_counter() - start,
         )  # fmt: skip
 
     def _observed(
@@ -330,10 +334,23 @@ class Compiler:
 
         return look
 
-    def _written(self, flat: FlatGraph) -> frozenset[str]:
-        targets = {str(n.target) for n in mutated_bases(flat.graph.nodes) if n.op == "get_attr"}
-        paths = {flat.attributes[t] for t in targets if t in flat.attributes and t not in flat.constants}
-        return frozenset(paths & set(dict(self.traced.named_buffers()))) - self.scratch
+    def _require_no_hidden_state(self, flat: FlatGraph) -> None:
+        """A tensor that a call writes in place must be declared: nobody else knows that it is state.
+
+        Other signatures would take it for a constant, as they would any view of it, and a capture would advance it.
+
+        Raises:
+            TraceError: the graph writes an attribute of the module.
+        """
+        mutated = mutated_bases(flat.graph.nodes)
+        for node in flat.graph.nodes:
+            if node.op != "get_attr" or node not in mutated or flat.attributes[str(node.target)] in self.scratch:
+                continue
+            path = flat.attributes[str(node.target)]
+            raise TraceError(
+                f"a call writes {path!r} in place, which it did not make, so it is state, as is all that shares its "
+                "memory: pass it as an argument and return it, and declare it as a Region"
+            )
 
     def refresh(self) -> None:
         """Forget what was computed from weights and buffers; traces stay, since they hold no values."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODE_NAMES", "ambient_modes", "changed_modes", "pinned_kernels"]
+__all__ = ["AUTOCAST_CACHE", "MODE_NAMES", "ambient_modes", "changed_modes", "pinned_kernels"]
 
 MODE_NAMES: tuple[str, ...] = (
     "autocast", "autocast_dtype", "autocast_cache", "cuda_matmul_fp32", "cuda_conv_fp32",
@@ -16,6 +16,7 @@ MODE_NAMES: tuple[str, ...] = (
     "cudnn_deterministic", "cudnn_benchmark", "deterministic", "sdp_flash", "sdp_mem_efficient", "sdp_math",
     "sdp_cudnn", "default_dtype",
 )  # fmt: skip
+AUTOCAST_CACHE = MODE_NAMES.index("autocast_cache")
 
 _fp32_precision = torch._C._get_fp32_precision_getter
 # What torch.backends.*.fp32_precision, allow_tf32 and set_float32_matmul_precision amount to; the older switches cannot

@@ -26,7 +26,7 @@ from cadence_fx.contract import Arg, Contract, Entry
 from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.inspection import Inspection
 from cadence_fx.memory import Memory
-from cadence_fx.modes import ambient_modes, changed_modes
+from cadence_fx.modes import AUTOCAST_CACHE, ambient_modes, changed_modes
 from cadence_fx.partition import Granularity
 from cadence_fx.pipeline import PassError
 from cadence_fx.places import bind, get_path, set_path
@@ -149,6 +149,10 @@ class CadenceModule(Inspection):
         program: Program | str = self._programs.get(signature) or self._late(signature)
         if isinstance(program, str):
             return program
+        for name in program.mutates:
+            # What is adopted is a copy: the caller's tensor, and whatever shares its memory, must see the write.
+            if not self.memory[name].is_resident(state[name]):
+                return f"state {name!r} is written in place and is still the caller's"
         return program, state
 
     def _changed(self) -> str | None:
@@ -158,6 +162,9 @@ class CadenceModule(Inspection):
             self.__dict__["_modes"] = modes  # programs are made under the modes of the first
         if modes != self._modes:
             return f"mode changed: {changed_modes(self._modes, modes)}"
+        if modes[AUTOCAST_CACHE] and self._weights.trainable():
+            # Autocast keeps casts of them until its region ends, edits or not, and nobody can see where that is.
+            return "autocast caches weights that require a gradient: requires_grad_(False) or cache_enabled=False"
         changed = self.compiler.watch.changed()
         if changed:
             if self._refused and not self._programs:
@@ -213,8 +220,6 @@ class CadenceModule(Inspection):
         audit = self._audit
         expected = None if audit is None else audit.expected(program, inputs, state)
         outputs = self._execute(program, inputs)
-        if program.writes:
-            self._weights.accept(program.writes)
         for link in program.links:
             self.memory[link.name].extent = link.new if link.dim is not None else 0
         if audit is not None and expected is not None:
@@ -430,6 +435,7 @@ def transform(
     if backend == "auto":
         captured = where.type == "cuda" and os.environ.get("CADENCE_CAPTURE", "1") != "0"
         backend = "cuda" if captured else "plan"
+    where = torch.empty(0, device=where).device  # with its index, as tensors name it
     fast = CadenceModule(module, contract, where, frozenset(skip), backend, streams)
     fast.compiler.debug = debug
     if fast._captures is not None:

@@ -29,7 +29,7 @@ class Program:
         links: how each state region is touched; extents before and after.
         out_spec, state_at: structure of the result, and region name -> index among its leaves.
         depends: attributes that hoisted constants come from.
-        writes: attributes of the module, no scratch, that the graph itself writes in place.
+        mutates: regions whose state tensors the module writes in place.
     """
 
     signature: Signature
@@ -43,7 +43,7 @@ class Program:
     changes: tuple[Change, ...]
     rejections: tuple[Rejection, ...]
     depends: frozenset[str]
-    writes: frozenset[str]
+    mutates: frozenset[str]
     nodes_before: int
     nodes_after: int
     seconds: float

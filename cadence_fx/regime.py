@@ -146,6 +146,8 @@ def as_trace(program: torch.export.ExportedProgram, prefix: str, strip: str) -> 
                 inputs.append(name)
             continue
         target = spec.target or ""
+        if spec.kind == InputKind.CUSTOM_OBJ:
+            raise TraceError("forward uses an object that a graph cannot hold, such as a generator of its own")
         path = target.removeprefix(strip)
         attributes[name] = f"{prefix}.{path}" if prefix else path
         if spec.kind == InputKind.CONSTANT_TENSOR:

@@ -165,6 +165,12 @@ class _Inliner:
                     env[node] = self.attribute(trace, node, metas)
             elif node.op == "output":
                 return [env.get(v, v) if isinstance(v, fx.Node) else v for v in pytree.tree_leaves(node.args[0])]
+            elif node.op == "get_attr":  # the body of a block
+                block = getattr(next(iter(node.users)).target, "__name__", "block")
+                raise TraceError(
+                    f"forward enters a context that tracing keeps as a block ({block}): enter it around the call, or "
+                    "convert tensors yourself"
+                )
             else:
                 env[node] = self.call(node, env, metas, where)
         raise TraceError("a trace without an output node")

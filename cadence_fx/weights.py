@@ -39,8 +39,6 @@ class WeightWatch:
 
     def _note(self) -> None:
         self.tensors: list[torch.Tensor | None] = [o.get(k) for o, k in zip(self.owners, self.keys, strict=True)]
-        there = [name for name, t in zip(self.names, self.tensors, strict=True) if t is not None]
-        self.index = {name: i for i, name in enumerate(there)}
         self.present = [t for t in self.tensors if t is not None]
         self.marks = self._marks()
 
@@ -65,8 +63,6 @@ class WeightWatch:
     def _marks(self) -> tuple[list[int], list[int]]:
         return list(map(_version, self.present)), list(map(_address, self.present))
 
-    def accept(self, names: frozenset[str]) -> None:
-        """A program itself has just written these: no edit."""
-        for name in names & self.index.keys():
-            at = self.index[name]
-            self.marks[0][at] = _version(self.present[at])
+    def trainable(self) -> bool:
+        """True if a tensor requires a gradient."""
+        return any(t.requires_grad for t in self.present)

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +21,10 @@ from cadence_fx.graph_backend import CudaBackend, CudaGraphHandle
 from cadence_fx.modes import ambient_modes
 from cadence_fx.replay import Binding, ExactShapeReplay, Refusal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("repeatable")]
 CUDA = torch.device("cuda")
 # Beginning a capture flags the default generator: a thread that draws from it in that instant gets an error from torch.
 PER_GENERATOR = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
-
-
-@pytest.fixture(autouse=True)
-def repeatable() -> Iterator[None]:
-    """Kernels that stock repeats, and no random state that leaks from test to test."""
-    deterministic, benchmark = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
 
 
 class Server:
