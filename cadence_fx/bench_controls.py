@@ -21,6 +21,7 @@ from cadence_fx.catalog import reachable
 from cadence_fx.compiled_captures import CompiledCaptures
 from cadence_fx.compiled_segments import Compile, inductor
 from cadence_fx.contract import Boundary, Contract
+from cadence_fx.errors import CadenceError
 from cadence_fx.families import FAMILIES, Family
 from cadence_fx.module import transform
 from cadence_fx.places import get_attr, method
@@ -41,8 +42,10 @@ def failure(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, BaseException):
         return failure(inner)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if first and isinstance(error, CadenceError):
+        return first  # this library's texts need no name
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 @contextmanager
@@ -51,7 +54,7 @@ def _or_unavailable(what: str) -> Iterator[None]:
     try:
         yield
     except CellUnavailable:
-        raise  # from further in, with the place named
+        raise  # names its place
     except Exception as error:
         raise CellUnavailable(f"{what}: {failure(error)}") from error
 
@@ -72,25 +75,42 @@ def _needs_cuda(device: str, what: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- torch.compile
-def compile_boundaries(decoder: nn.Module, boundaries: Sequence[Boundary], wrap: Wrap) -> None:
-    """Replace the callables at the boundaries' paths, which the decoder then calls instead of its own.
+class _BoundaryFailed(CellUnavailable):
+    """A compiled callable raised."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: {reason}")
+
+
+def compile_boundaries(decoder: nn.Module, paths: Sequence[str], wrap: Wrap) -> None:
+    """Replace callables of a decoder, which then calls the replacements instead of its own.
 
     Args:
         decoder: changed.
-        boundaries: which.
+        paths: of the callables.
         wrap: the original (a bound method) -> what is called in its place.
     """
-    for boundary in boundaries:
-        owner, _, name = boundary.path.rpartition(".")
+    for path in paths:
+        owner, name = _owner(decoder, path)
         # In the instance: other modules of the class keep their method.
-        get_attr(decoder, owner).__dict__[name] = _named(boundary.path, wrap(method(decoder, boundary.path)))
+        owner.__dict__[name] = _named(path, wrap(method(decoder, path)))
+
+
+def _owner(decoder: nn.Module, path: str) -> tuple[Any, str]:
+    owner, _, name = path.rpartition(".")
+    return (get_attr(decoder, owner) if owner else decoder), name
 
 
 def _named(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _or_unavailable(path):
+        try:
             return function(*args, **kwargs)
+        except _BoundaryFailed:
+            raise  # of a callable inside this one
+        except Exception as error:
+            raise _BoundaryFailed(path, failure(error)) from error
 
     return call
 
@@ -115,20 +135,34 @@ def _begin_step_at_each_call(decoder: nn.Module, contract: Contract) -> None:
 def _compiled(
     family: Family, device: str, seed: int, *, mode: str, wanted: Callable[[Boundary], bool] = lambda _: True
 ) -> nn.Module:
-    """Stock with ``torch.compile`` around the wanted boundaries, and nothing else done."""
+    """Stock with ``torch.compile`` around the wanted boundaries, and nothing else done.
+
+    A callable that cannot be compiled, or whose compiled form raises during warm-up, is left as stock, as a user would
+    leave it; ``stats()`` of the result names it with the reason. With none left there is no cell.
+    """
     import torch._dynamo.config as dynamo
 
     contract = family.contract()
-    boundaries = [boundary for boundary in contract.boundaries if wanted(boundary)]
-    if not boundaries:
+    paths = [boundary.path for boundary in contract.boundaries if wanted(boundary)]
+    if not paths:
         raise CellUnavailable(f"{family.name} declares no such callable")
-    decoder = family.build_random(device, seed)
-    compile_boundaries(decoder, boundaries, lambda original: torch.compile(original, mode=mode))
+    decoder, left = family.build_random(device, seed), dict[str, str]()
+    compile_boundaries(decoder, paths, lambda original: torch.compile(original, mode=mode))
     if not mode.endswith("no-cudagraphs"):
         _begin_step_at_each_call(decoder, contract)
-    with dynamo.patch(recompile_limit=RECOMPILES), _or_unavailable("between compiled callables"):
-        play(family, decoder, contract, seed, ROUNDS)
-    return decoder
+    decoder.__dict__["stats"] = lambda: {"left_as_stock": dict(left)}
+    with dynamo.patch(recompile_limit=RECOMPILES):
+        while True:
+            try:
+                with _or_unavailable("between compiled callables"):
+                    play(family, decoder, contract, seed, ROUNDS)
+                return decoder
+            except _BoundaryFailed as error:
+                left[error.path] = error.reason
+                owner, name = _owner(decoder, error.path)
+                del owner.__dict__[name]
+            if len(left) == len(paths):
+                raise CellUnavailable("; ".join(f"{path}: {reason}" for path, reason in left.items()))
 
 
 def _loops(boundary: Boundary) -> bool:
@@ -200,6 +234,6 @@ CONTROLS: Mapping[str, Cell] = {
         ),
         _torch_compile("compile_max_autotune_graphs", "torch.compile, max-autotune", mode="max-autotune"),
         Cell("vendor_graph", "the vendor's CUDA graphs, buckets at the live sizes", _vendor_graph),
-        Cell("compiler_in_engine", "Inductor's kernels in our captures, by chunk", compiled_in_engine),
+        Cell("compiler_in_engine", "Inductor's kernels, by boundary, in one capture a chunk", compiled_in_engine),
     )
 }

@@ -141,13 +141,14 @@ class CompiledSegments:
 
     Attributes:
         functions: compiled functions by structure and layout of the arguments.
+        closed: segments that were compiled.
         seconds: that all compilations took.
     """
 
     compile: Compile
     functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    closed: dict[Segment, ClosedGraph] = field(default_factory=dict)
     seconds: float = 0.0
-    _closed: dict[Segment, ClosedGraph] = field(default_factory=dict)
 
     def run(self, parts: Partition, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """All segments in order; allocates and reads nothing that a graph could not hold once all are compiled."""
@@ -156,9 +157,9 @@ class CompiledSegments:
     def _run_segment(self, segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
         if not segment.capturable or (segment.writes and not segment.where):
             return segment.module(*values)  # type: ignore[no-any-return]
-        if segment not in self._closed:
-            self._closed[segment] = close(segment)
-        closed = self._closed[segment]
+        if segment not in self.closed:
+            self.closed[segment] = close(segment)
+        closed = self.closed[segment]
         arguments = closed.arguments(values)
         key = (closed.text, *map(_layout, arguments))
         if key not in self.functions:
