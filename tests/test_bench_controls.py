@@ -118,21 +118,12 @@ def test_arguments_never_overlap() -> None:
         assert all(a[1] < b[0] for a, b in zip(sorted(spans), sorted(spans)[1:], strict=False))
 
 
-def test_the_retention_is_not_compiled() -> None:
+def test_what_writes_state_outside_all_boundaries_is_not_compiled() -> None:
+    toy = looped()
+    toy = Toy(toy.module, dataclasses.replace(toy.contract, boundaries=()))
     compiled = CompiledSegments(eager)
-    player = CompiledPlayer(looped(), compiled)
-    player.start(player.toy.module.initial())
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        player(CHUNK, draw(player.toy, CHUNK, generator))
-    program = Player.program(player, CHUNK)  # of the saturated state, which a call truncates
-    parts = player.parts(program)
-    with torch.no_grad():
-        compiled.run(parts, [draw(player.toy, CHUNK, generator)])
-    writers = [s for s in parts.segments if s.writes and not s.where]
-    assert writers
-    assert not compiled.closed.keys() & set(writers)
-    assert compiled.closed.keys() >= {s for s in parts.segments if s.where}
+    assert list(differences(toy, [CHUNK] * 3, player=CompiledPlayer(toy, compiled))) == []
+    assert not any(segment.writes for segment in compiled.closed)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
