@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cadence_fx.bench_cell import Cell, CellUnavailable
+from cadence_fx.bench_replay_only import replay_only
 from cadence_fx.errors import CadenceError, suggest
 from cadence_fx.families import Family
 from cadence_fx.memory import dtype_of
@@ -96,6 +97,8 @@ CELLS: Mapping[str, Cell] = {
         Cell("B0", "stock, as it ships", _stock),
         Cell("B0b", "stock in another process", _stock),
         Cell("S", "state rule alone", _state_alone),
+        Cell("R", "replay alone, by solver step", partial(replay_only, granularity="step")),
+        Cell("Rc", "replay alone, by chunk", partial(replay_only, granularity="chunk")),
         Cell("SR", "state rule and replay, by solver step", partial(_captured, granularity="step")),
         Cell("SRc", "state rule and replay, by chunk", partial(_captured, granularity="chunk")),
         Cell("ours_chain", "cadence_fx on one stream", partial(_product, streams=1)),

@@ -26,7 +26,7 @@ from cadence_fx.bench_cell import CellUnavailable
 from cadence_fx.bench_cells import find_cell
 from cadence_fx.bench_protocol import GO, Block, Measured, Spec
 from cadence_fx.bits import digest
-from cadence_fx.catalog import after, starts
+from cadence_fx.catalog import settling
 from cadence_fx.contract import Arg, Contract, Region
 from cadence_fx.families import load
 from cadence_fx.generators import generator_states
@@ -34,20 +34,10 @@ from cadence_fx.modes import MODE_NAMES, ambient_modes
 from cadence_fx.places import get_path
 from cadence_fx.traffic import SessionMemory, Step
 
-__all__ = ["growing_chunks", "main", "play_block"]
+__all__ = ["main", "play_block"]
 
 Say = Callable[[dict[str, Any]], None]
 Ambient = Callable[[], AbstractContextManager[Any]]
-
-
-def growing_chunks(contract: Contract) -> int:
-    """Steady chunks from the start until no extent grows any more; 0 if the contract calls nothing steady."""
-    steady = next((call.name for call in contract.calls if call.steady), None)
-    state, seen = starts(contract)[0], list[Any]()
-    while steady is not None and state not in seen:
-        seen.append(state)
-        state = after(contract, state, steady)
-    return max(0, len(seen) - 1)
 
 
 def _demanded(region: Region, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +80,7 @@ def play_block(
     contract: Contract,
     device: torch.device,
     seed: int,
-    ambient: Ambient,
+    ambient: Ambient = contextlib.nullcontext,
 ) -> Block:
     """Play one stream to a module, generators seeded with ``seed``, each call under the context that ``ambient`` makes.
 
@@ -188,7 +178,7 @@ def run(spec: Spec, say: Say, wait: Callable[[], str]) -> None:
     ambient, begin = _ambient(spec, device), time.perf_counter()
     family = load(spec.target, **spec.options)
     contract = family.contract()
-    found = Measured(growing=growing_chunks(contract))
+    found = Measured(growing=settling(contract))
     with torch.no_grad(), ambient():
         module = find_cell(spec.cell).make(family, spec.device, spec.seed)
     gc.collect()  # what making the cell left in cycles, the stock module perhaps among it
