@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,7 @@ class CellResult:
             "bits_equal": not differences if comparable else None,
             "differences": differences,
             "sha256": _sha256(self.blocks) if m else None,
-            "ran": dict(sum((Counter(block.ran) for block in self.blocks), Counter())),
+            "ran": _total(block.ran for block in self.blocks),
             "stats": m.stats if m else {},
         }
         p50, p95 = self.block_quantiles(0.5), self.block_quantiles(0.95)
@@ -146,6 +145,15 @@ def _difference(stock: Block, found: Block) -> str:
     if stock.generator_sha256 != found.generator_sha256:
         parts.append("generators")
     return ", ".join(parts)
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts by name, those that are 0 included."""
+    found: dict[str, int] = {}
+    for count in counts:
+        for name, number in count.items():
+            found[name] = found.get(name, 0) + number
+    return found
 
 
 def _sha256(blocks: Sequence[Block]) -> str:

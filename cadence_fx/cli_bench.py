@@ -15,21 +15,37 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_progress", "show_bench"]
 
-COLUMNS = ("cell", "p50 ms", "p95 ms", "device ms", "vs B0", "peak MiB", "of B0", "bits", "ready after s", "what it is")
+COLUMNS = (
+    "cell",
+    "p50 ms",
+    "p95 ms",
+    "device ms",
+    "vs B0",
+    "peak MiB",
+    "of B0",
+    "bits",
+    "ran",
+    "ready after s",
+    "what it is",
+)
 
 
 class _Bar:
     """One bar over all cells: a unit for each that is ready and one for each of its blocks."""
 
     def __init__(self, show: Show, bar: Progress, cells: int, blocks: int) -> None:
-        self.show, self.bar, self.blocks = show, bar, blocks
-        self.task = bar.add_task("starting", total=cells * (1 + blocks))
+        self.show, self.bar = show, bar
+        self.left = dict[str, int]()  # units of each cell
+        self.units = 1 + blocks
+        self.task = bar.add_task("starting", total=cells * self.units)
 
     def __call__(self, event: Event) -> None:
         self.bar.update(self.task, description=f"{event.what} {event.cell}")
-        if event.what in ("ready", "block"):
-            self.bar.advance(self.task)
-        elif event.what == "failed":
+        left = self.left.setdefault(event.cell, self.units)
+        done = {"ready": 1, "block": 1, "failed": left}.get(event.what, 0)  # of one that failed nothing more comes
+        self.left[event.cell] = left - done
+        self.bar.advance(self.task, done)
+        if event.what == "failed":
             self.show.line(f"{event.cell}: {event.text}")
 
 
@@ -76,6 +92,7 @@ def _row(name: str, cell: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
         _number(cell["peak_mib"], 0),
         ratio_text(ratios.get(f"peak {name}/B0"), 2),
         bits,
+        ", ".join(f"{count} {name}" for name, count in cell["ran"].items() if count) or "-",
         _number(cell["prepare_seconds"], 0),
         cell["title"],
     ]

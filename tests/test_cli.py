@@ -94,12 +94,14 @@ class FakeResult:
 
 def bench_found() -> dict[str, Any]:
     """What a run of the benchmark gives: stock, a cell whose bits differ, and one that failed."""
-    stock = {
+    stock: dict[str, Any] = {
         "title": "stock", "error": None, "p50_ms": 200.0, "p95_ms": 210.0, "device_p50_ms": 199.0, "peak_mib": 3765.0,
         "prepare_seconds": 4.0, "bits_equal": True, "differences": [], "sha256": "ab" * 32,
+        "ran": {"replays": 120, "plan": 0},
     }  # fmt: skip
     ours = {**stock, "p50_ms": 50.0, "bits_equal": False, "differences": ["block 1: outputs from chunk 3 on"]}
-    failed = {**dict.fromkeys(stock), "title": "capture", "error": "no such device\nmore", "differences": []}
+    failed: dict[str, Any] = {**dict.fromkeys(stock), "title": "capture", "differences": [], "ran": {}}
+    failed["error"] = "no such device\nmore"
     ratio = {"ratio": 4.0, "low": 3.9, "high": 4.1, "blocks": 4}
     return {
         "cells": {"B0": stock, "ours": ours, "SRc": failed},
@@ -339,6 +341,7 @@ def test_bench_prints_cells_and_ratios_and_hands_on_its_options(
         "SRc: no such device",
         "4.00 [3.90, 4.10]",
         "DIFFERENT",
+        "120 replays",
     ):
         assert text in captured.err
 
