@@ -161,9 +161,12 @@ def bench(
     _family(target, option)
     from cadence_fx.bench import bench as run
     from cadence_fx.bench import cell_names
+    from cadence_fx.bench_plot import draw, require_matplotlib
     from cadence_fx.cli_bench import bench_progress, show_bench
 
     with _rejections():
+        if plot is not None:
+            require_matplotlib()
         names = cell_names(None if cells is None else [name.strip() for name in cells.split(",")])
         with bench_progress(show, len(names), blocks) as progress:
             result = run(
@@ -173,6 +176,9 @@ def bench(
     found = result.to_dict()
     show_bench(show, found)
     show.json(found)
+    if plot is not None:
+        draw(found, plot)
+        show.line(f"drawn to {plot}")
     if not result.ok:
         raise typer.Exit(DIFFERENT)
 
