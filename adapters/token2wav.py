@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx.adapters.token2wav_traffic import LOOKAHEAD, script, stream
 from cadence_fx.contract import (
     Arg,
     Attr,
@@ -37,12 +38,11 @@ from cadence_fx.contract import (
 )  # fmt: skip
 from cadence_fx.errors import CadenceError
 from cadence_fx.retention import START, KeepEnds, Window
-from cadence_fx.traffic import SessionMemory, Step
 
-__all__ = ["Token2WavDecoder", "build_random", "contract", "script"]
+__all__ = ["Token2WavDecoder", "build_random", "contract", "script", "stream"]
 
 DISTRIBUTION, VERSIONS = "stepaudio2-minicpmo", ("0.1.1",)
-LOOKAHEAD, SILENCE = 3, 4218  # tokens that a call sees ahead; the vendor's padding token
+SILENCE = 4218  # the vendor's padding token
 KEPT_FRAMES, HOP = 100, 480  # solver frames kept beside the prompt; samples per mel frame
 VOCODER_FRAMES = 8  # mel frames that the vocoder sees again
 LIMIT_FRAMES = 1000  # rows of the vendor's solver buffer: it refuses anything longer
@@ -343,58 +343,3 @@ def _bare_package() -> Iterator[None]:
             sys.modules.pop(module.__name__, None)
         for key, value in saved.items():
             setattr(config, key, value)
-
-
-# ---------------------------------------------------------------------------------------------- traffic
-def script(decoder: torch.nn.Module, declared: Contract, seed: int = 0, chunks: int = 12) -> Iterator[Step]:
-    """Traffic that reaches what is hard: start, steady state, flushes, last chunk, turn reset, rollback, two voices.
-
-    Yields:
-        Steps for `cadence_fx.verify`: ``chunks`` of them are chunks.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = next(decoder.parameters()).device
-    prompts = declared.region("estimator_att_cache").starts
-    steady = declared.call("chunk").sizes["tokens"][0]
-    shorter = [c.sizes["tokens"][0] for c in declared.calls if c.name.startswith("flush")] or [steady // 2, steady - 4]
-
-    def draw(tokens: int) -> torch.Tensor:
-        return torch.randint(0, 6561, (1, tokens), generator=generator).int().to(device)
-
-    voices = [
-        (
-            draw(p // 2),
-            torch.randn(1, p, 80, generator=generator).to(device),
-            torch.randn(1, 192, generator=generator).to(device),
-        )
-        for p in prompts
-    ]
-    speaker = 0
-
-    def prime(voice: int) -> Step:
-        def start(decoder: Any, memory: SessionMemory) -> None:
-            memory.start(decoder.prime(*voices[voice]))
-
-        return Step(f"prime[{prompts[voice]}]", start)
-
-    def chunk(name: str, tokens: int, last: bool = False) -> Step:
-        ids, voice = draw(tokens), voices[speaker][2]
-        return Step(name, lambda decoder, memory: memory.call(decoder, ids, voice, last_chunk=last), is_chunk=True)
-
-    snapshot = Step("snapshot", lambda decoder, memory: memory.snapshot("mark"))
-    rollback = Step("rollback", lambda decoder, memory: memory.restore("mark"))
-    new_turn = Step("turn reset", lambda decoder, memory: memory.restore("turn"))
-    done = 0
-    while done < chunks:
-        speaker = (done // 12) % len(prompts)
-        turn: list[Step] = [prime(speaker), Step("keep prompt", lambda decoder, memory: memory.snapshot("turn"))]
-        turn += [chunk("chunk", steady) for _ in range(4)]
-        turn += [chunk(f"flush[{t - LOOKAHEAD}]", t) for t in shorter[:2]]
-        turn += [snapshot, chunk("chunk", steady), rollback, chunk("chunk", steady)]
-        turn += [chunk("last[11]", 11, last=True), new_turn]
-        turn += [chunk("chunk", steady) for _ in range(3)]
-        for step in turn:
-            if step.is_chunk and done >= chunks:
-                break
-            done += step.is_chunk
-            yield step

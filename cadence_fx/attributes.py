@@ -116,6 +116,8 @@ class AttributeWatch:
         path, mine, traced = self._pairs[index]
         label = f"{path}.{name}".lstrip(".")
         if name in traced.__dict__:
+            if name not in mine.__dict__ and callable(traced.__dict__[name]):
+                return  # a boundary that the tracer has put there; the module has its class's method
             self._follow(mine.__dict__, name, traced.__dict__[name], label, _DEPTH)
         elif not hasattr(torch.nn.Module, name):
             value = getattr(type(traced), name, _ABSENT)

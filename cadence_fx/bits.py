@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["Difference", "bit_sum", "first_difference", "same_bits"]
+__all__ = ["Difference", "bit_sum", "digest", "first_difference", "same_bits"]
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,6 +25,17 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     flat = _integers(tensor).reshape(-1).to(torch.int64)
     weight = torch.arange(flat.numel(), device=flat.device, dtype=torch.int64) * 2654435761 + 97
     return (flat * weight).sum()
+
+
+def digest(value: Any) -> str:
+    """SHA-256, in hex, over the raw bytes of a structure's tensors and the text of its plain values."""
+    found = hashlib.sha256()
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif leaf is not None:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)

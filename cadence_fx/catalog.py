@@ -30,6 +30,7 @@ __all__ = [
     "catalog_regions",
     "predicted_bytes",
     "reachable",
+    "settling",
     "signatures",
     "starts",
 ]
@@ -159,6 +160,16 @@ def signatures(contract: Contract, steady_only: bool = False) -> tuple[Signature
     """
     calls = [c.name for c in contract.calls if admitted(contract, c) and (c.steady or not steady_only)]
     return tuple(Signature(state, call) for state in reachable(contract, steady_only).nodes for call in calls)
+
+
+def settling(contract: Contract) -> int:
+    """Steady calls from the first start until no extent grows any more; 0 if the contract calls nothing steady."""
+    steady = next((call.name for call in contract.calls if call.steady), None)
+    state, seen = starts(contract)[0], dict[State, None]()
+    while steady is not None and state not in seen:
+        seen[state] = None
+        state = after(contract, state, steady)
+    return max(0, len(seen) - 1)
 
 
 # ---------------------------------------------------------------------------------------------- equation 6

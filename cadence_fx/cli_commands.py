@@ -135,35 +135,52 @@ def demo(
 @app.command()
 def bench(
     target: TargetArgument,
-    chunks: ChunksOption = 200,
+    chunks: Annotated[int, typer.Option("--chunks", min=1, help="Chunks of each block.")] = 40,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Matched blocks; an interval needs some.")] = 4,
+    cells: Annotated[
+        str | None, typer.Option("--cells", help="Names, as B0,SRc,ours; all by default.", show_default=False)
+    ] = None,
     device: DeviceOption = None,
     seed: SeedOption = 0,
     option: OptionsOption = None,
+    autocast: Annotated[
+        str | None, typer.Option("--autocast", metavar="DTYPE", help="Run every call under it.", show_default=False)
+    ] = None,
+    tf32: Annotated[bool, typer.Option("--tf32", help="Leave torch's defaults for TF32 instead of off.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Cells prepared at a time.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for a cell to prepare, and to measure.")] = 1800,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cells (extra viz).", show_default=False)
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Time stock and each rewriting step on a GPU, with the peak of memory and a hash of the output."""
+    """Time stock and the cells beside it, each in a process of its own, with peaks of memory and equality of bits."""
     show, on = _show(json), _device(device)
     _family(target, option)
-    if torch.device(on).type != "cuda":
-        _stop("bench needs a CUDA device; on a CPU, verify compares bits and explain counts bytes")
-    try:
-        from cadence_fx.bench import bench as run
-    except ModuleNotFoundError:
-        _stop("this version has no benchmark yet; verify prints the seconds of each call, stock's and ours")
+    from cadence_fx.bench import bench as run
+    from cadence_fx.bench import cell_names
+    from cadence_fx.bench_plot import draw, require_matplotlib
+    from cadence_fx.cli_bench import bench_progress, show_bench
 
-    with _rejections(), show.console.status("measuring"):
-        result = run(target, device=on, chunks=chunks, seed=seed, options=_options(option), progress=show.line)
-    found: dict[str, Any] = result.to_dict()
-    columns = ["cell", "p50_ms", "p95_ms", "peak_mib", "sha256"]
-    show.table(
-        columns,
-        ([name, f"{c['p50_ms']:.2f}", f"{c['p95_ms']:.2f}", f"{c['peak_mib']:.0f}", str(c["sha256"])[:12]]
-         for name, c in found["cells"].items()),
-    )  # fmt: skip
-    show.line()
-    for name, ratio in found["ratios"].items():
-        show.line(f"{name}: {ratio:.3f}" if isinstance(ratio, float) else f"{name}: {ratio}")
+    with _rejections():
+        if plot is not None:
+            require_matplotlib()
+        names = cell_names(None if cells is None else [name.strip() for name in cells.split(",")])
+        with bench_progress(show, len(names), blocks) as progress:
+            result = run(
+                target, device=on, chunks=chunks, blocks=blocks, seed=seed, cells=names, options=_options(option),
+                autocast=autocast, tf32=tf32, jobs=jobs, timeout=timeout, progress=progress,
+            )  # fmt: skip
+    found = result.to_dict()
+    show_bench(show, found)
     show.json(found)
+    if plot is not None:
+        draw(found, plot)
+        show.line(f"drawn to {plot}")
+    if not result.ok:
+        raise typer.Exit(DIFFERENT)
 
 
 @app.command()

@@ -26,7 +26,7 @@ from cadence_fx.pass_check import PassCheck
 from cadence_fx.passes import DEFAULT_PASSES
 from cadence_fx.pipeline import GraphPass, Observer, PassContext, PassResult, RegionLink, run_passes
 from cadence_fx.places import get_attr, get_path, set_attr
-from cadence_fx.program import Program, describe
+from cadence_fx.program import Program, build_module, describe
 from cadence_fx.regime import Trace
 from cadence_fx.specialise import FlatGraph, meta_of, specialise
 from cadence_fx.tables import shrink_tables
@@ -395,15 +395,7 @@ class Compiler:
 
     def build(self, flat: FlatGraph) -> fx.GraphModule:
         """A GraphModule whose attributes are the very tensors of the module and of the contract."""
-        root = {str(n.target): self.fetch(flat, str(n.target)) for n in flat.graph.nodes if n.op == "get_attr"}
-        holder = torch.nn.Module()
-        for name, tensor in root.items():
-            # Plain attributes: GraphModule would register buffers, which state_dict and .to() would then see.
-            object.__setattr__(holder, name, tensor)
-        module = fx.GraphModule(holder, flat.graph)
-        for name, tensor in root.items():
-            module.__dict__[name] = tensor
-        return module.eval()
+        return build_module(flat, self.fetch)
 
 
 def _placeholders(flat: FlatGraph) -> list[str]:

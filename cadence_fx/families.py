@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ class Family(Protocol):
 
     def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """Traffic: the steps of a stream that passes through all that the contract declares."""
+
+    def stream(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
+        """The regular cadence: a start, then ``chunks`` steady calls. What benchmarks play."""
 
 
 def available() -> list[str]:
@@ -105,6 +109,12 @@ class _Adapter:
         steps: Iterable[Step] = self.source.script(decoder, contract, seed, chunks)
         return steps
 
+    def stream(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
+        if not hasattr(self.source, "stream"):
+            raise CadenceError(f"the adapter of {self.name!r} has no stream(), the steady cadence that benchmarks play")
+        steps: Iterable[Step] = self.source.stream(decoder, contract, seed, chunks)
+        return steps
+
 
 @dataclass
 class _Factory:
@@ -125,13 +135,25 @@ class _Factory:
 
     def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """The example inputs as steps: keyword arguments of each call, the first with the state that all start from."""
-        state_name, played = SessionMemory.of(contract).argument, 0
+        played = 0
+        for step in self._examples(contract):
+            if step.is_chunk and played >= chunks:
+                return
+            played += step.is_chunk
+            yield step
+
+    def stream(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
+        """What comes before the first example call, then that call again and again."""
+        for step in self._examples(contract):
+            if step.is_chunk:
+                yield from itertools.repeat(step, chunks)
+                return
+            yield step
+
+    def _examples(self, contract: Contract) -> Iterator[Step]:
+        state_name = SessionMemory.of(contract).argument
         for given in self._declaration({})[1]:
-            for step in [given] if isinstance(given, Step) else _steps(given, state_name):
-                if step.is_chunk and played >= chunks:
-                    return
-                played += step.is_chunk
-                yield step
+            yield from [given] if isinstance(given, Step) else _steps(given, state_name)
 
     def _declaration(self, options: Mapping[str, Any]) -> tuple[Contract, Any]:
         if options or self._declared is None:

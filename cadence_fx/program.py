@@ -16,7 +16,7 @@ from cadence_fx.contract import Arg
 from cadence_fx.pipeline import RegionLink
 from cadence_fx.specialise import FlatGraph
 
-__all__ = ["Program", "describe"]
+__all__ = ["Program", "build_module", "describe"]
 
 
 @dataclass
@@ -54,6 +54,18 @@ class Program:
         by_index = {index: states[name] for name, index in self.state_at.items()}
         values = [by_index[i] if i in by_index else next(leaves) for i in range(self.out_spec.num_leaves)]
         return pytree.tree_unflatten(values, self.out_spec)
+
+
+def build_module(flat: FlatGraph, fetch: Callable[[FlatGraph, str], torch.Tensor]) -> fx.GraphModule:
+    """A GraphModule of ``flat`` whose attributes are the very tensors that ``fetch`` gives for its targets."""
+    root = {str(n.target): fetch(flat, str(n.target)) for n in flat.graph.nodes if n.op == "get_attr"}
+    holder = torch.nn.Module()
+    for name, tensor in root.items():
+        # Plain attributes: GraphModule would register buffers, which state_dict and .to() would then see.
+        object.__setattr__(holder, name, tensor)
+    module = fx.GraphModule(holder, flat.graph)
+    module.__dict__.update(root)
+    return module.eval()
 
 
 def describe(signature: Signature) -> str:

@@ -172,6 +172,8 @@ class ExactShapeReplay:
                 return proof
             seconds = time.perf_counter() - begin
             entry.binding = replace(entry.binding, any_alignment=proof.any_alignment, seconds=seconds)
+            for held in entry.inputs:
+                held.forget_example()
             self._entries[request.key] = entry
             self._counts["captures"] += 1
             return entry.binding

@@ -88,6 +88,10 @@ class CapturedInput:
         self.form = (example.shape, example.stride(), example.dtype, example.device)
         self.alignment = alignment(example) if example.is_floating_point() or example.is_complex() else 0
 
+    def forget_example(self) -> None:
+        """Let go of the caller's tensor, which may be as large as a state; what stands in for it stays."""
+        self.example = self.static
+
     def stage(self, value: Any) -> None:
         """Copy a value to where the run reads it."""
         if self.staged:

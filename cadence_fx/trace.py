@@ -91,7 +91,7 @@ class Tracer:
         def boundary(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            site = self._site(path, spec, tuple(_TENSOR if isinstance(v, torch.Tensor) else v for v in leaves))
+            site = self.site(path, spec, leaves)
             results = iter(torch.ops.cadence_fx.boundary(tensors, site.index))
             trace = self._covering(site, tensors)
             assert trace is not None  # the operator has just found it
@@ -101,7 +101,9 @@ class Tracer:
         owner.__dict__[name] = boundary
         self._originals = {**getattr(self, "_originals", {}), path: (original, owner)}
 
-    def _site(self, path: str, spec: pytree.TreeSpec, leaves: tuple[Any, ...]) -> Site:
+    def site(self, path: str, spec: pytree.TreeSpec, arguments: Sequence[Any]) -> Site:
+        """The site of a boundary for flattened arguments; tensors among them count as places only."""
+        leaves = tuple(_TENSOR if isinstance(v, torch.Tensor) else v for v in arguments)
         for leaf in leaves:
             if isinstance(leaf, (torch.SymInt, torch.SymBool, torch.SymFloat)):
                 raise TraceError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from cadence_fx.bits import Difference, first_difference
+from cadence_fx.bits import Difference, digest, first_difference
 from cadence_fx.catalog import signatures
 from cadence_fx.contract import Arg, Contract
 from cadence_fx.families import load
@@ -166,7 +166,7 @@ def compare(
             seen += [t.detach().float().cpu() for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
         made = VerifyStep(
             index, step.name, differences["pcm"] is None, differences["state"] is None, differences["rng"] is None,
-            seconds_stock, seconds_ours, _how(counted, fast.stats()), step.is_chunk, _sha256(found),
+            seconds_stock, seconds_ours, _how(counted, fast.stats()), step.is_chunk, digest(found),
         )  # fmt: skip
         result.steps.append(made)
         _note_first(result, made, differences)
@@ -230,16 +230,6 @@ def _how(before: dict[str, Any], after: dict[str, Any]) -> str:
         if after[key] > before[key]:
             return how
     return "-"
-
-
-def _sha256(found: Any) -> str:
-    digest = hashlib.sha256()
-    for leaf in pytree.tree_leaves(found):
-        if isinstance(leaf, torch.Tensor):
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif leaf is not None:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
 
 
 def _describe(seen: list[torch.Tensor]) -> dict[str, float]:

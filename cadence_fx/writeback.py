@@ -110,12 +110,17 @@ class RegionWriter:
         node.replace_all_uses_with(window)
 
     # ------------------------------------------------------------------------------------------- writes
-    def write_back(self, result: fx.Node) -> tuple[str, str | None]:
-        """Plan how the buffer comes to hold the new state; what was planned, and why not as movement if not."""
+    def write_back(self, result: fx.Node, as_movement: bool = True) -> tuple[str, str | None]:
+        """Plan how the buffer comes to hold the new state; what was planned, and why not as movement if not.
+
+        Args:
+            result: the new state.
+            as_movement: False plans one copy of the value that the graph computes, whatever it is made of.
+        """
         if self.placeholder in self.movement.mutated:
             live = self._box(self._full_start(self.link.old_offset), self._full_size(self.link.old))
             self.image = self.image.write(self._view(live), self.movement.memory[self.placeholder])
-        layout, refusal = self._result_layout(result)
+        layout, refusal = self._result_layout(result) if as_movement else (self._computed(result), None)
         stays = self._resting(layout)
         by_source: dict[Any, list[Piece]] = {}
         for held in self.image.pieces:
@@ -142,6 +147,12 @@ class RegionWriter:
             f"inside the region, {len(new)} copies of new elements{' through staging' if self.staged else ''}"
         )
         return summary, refusal
+
+    @staticmethod
+    def _computed(result: fx.Node) -> Layout:
+        meta = meta_of(result)
+        assert meta is not None
+        return Layout.whole(result, meta.shape)
 
     def _result_layout(self, result: fx.Node) -> tuple[Layout, str | None]:
         layout = self.movement.content(result).merged()

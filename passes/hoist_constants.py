@@ -14,6 +14,9 @@ Before / after::
 
 Values come from the graph's own operators on their own device, one per distinct computation, shared by all signatures.
 
+With ``host_only``, only constants that the host makes are hoisted, up to and including their copy to the device: what
+a capture cannot record. Constants of the device are then computed in every call, as stock does.
+
 Requires: graphs of one module share one pool. Only what non-constant nodes read is kept.
 Leaves alone: values that are written in place (a fresh one per call is due), random draws, and, with a rejection, those
     that the
@@ -32,7 +35,7 @@ from torch import fx
 from cadence_fx.changes import Change, Rejection, register
 from cadence_fx.constant_eval import ConstantEvaluator
 from cadence_fx.pipeline import PassContext, PassResult
-from cadence_fx.specialise import FlatGraph, source_of
+from cadence_fx.specialise import FlatGraph, meta_of, source_of
 
 __all__ = ["HoistConstants"]
 
@@ -41,8 +44,13 @@ CX201 = register("CX201", "constant does not fit the byte budget")
 
 @dataclass(frozen=True)
 class HoistConstants:
-    """Replace constant values that non-constant nodes read by attributes."""
+    """Replace constant values that non-constant nodes read by attributes.
 
+    Args:
+        host_only: hoist nothing but what the host computes.
+    """
+
+    host_only: bool = False
     name: ClassVar[str] = "hoist_constants"
     after: ClassVar[tuple[str, ...]] = ("normalise", "remove_host_syncs")
 
@@ -71,13 +79,17 @@ class HoistConstants:
         self, flat: FlatGraph, context: PassContext, evaluator: ConstantEvaluator
     ) -> tuple[list[fx.Node], tuple[Rejection, ...]]:
         """Constants at the frontier, within the budget."""
+
+        def hoists(node: fx.Node) -> bool:
+            return evaluator.is_constant(node) and (not self.host_only or _is_of_host(node))
+
         frontier = [
             node
             for node in flat.graph.nodes
             if node.op == "call_function"
-            and evaluator.is_constant(node)
+            and hoists(node)
             and evaluator.is_tensor(node)
-            and any(not evaluator.is_constant(user) for user in node.users)
+            and any(not hoists(user) for user in node.users)
         ]
         costs = {node: _own_bytes(flat, context, evaluator, node) for node in frontier}
         total = context.constants.nbytes() + sum(costs.values())
@@ -102,6 +114,12 @@ class HoistConstants:
             t for t in flat.constants if t.startswith("constant_") and not isinstance(flat.constants[t], torch.Tensor)
         ]
         return f"constants {missing} have no value" if missing else None
+
+
+def _is_of_host(node: fx.Node) -> bool:
+    """True if the host computes the value, or the device takes it from the host."""
+    metas = [meta_of(near) for near in (node, *node.all_input_nodes)]
+    return any(meta is not None and meta.device.type == "cpu" for meta in metas)
 
 
 def _own_bytes(flat: FlatGraph, context: PassContext, evaluator: ConstantEvaluator, node: fx.Node) -> int:

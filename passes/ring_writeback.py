@@ -60,9 +60,16 @@ _STRIDED_READERS = {aten.scaled_dot_product_attention.default}
 
 @dataclass(frozen=True)
 class RingWriteback:
-    """Keep state regions in their buffers; more than ``staged_above`` new pieces go through one staging buffer."""
+    """Keep state regions in their buffers.
+
+    Args:
+        staged_above: more new pieces than this go through one staging buffer.
+        in_place: False keeps the module's concatenations and writes the state that they give into its region by one
+            copy; what this rewrite is worth can then be measured.
+    """
 
     staged_above: int = 16
+    in_place: bool = True
     name: ClassVar[str] = "ring_writeback"
     after: ClassVar[tuple[str, ...]] = ("normalise", "remove_host_syncs", "hoist_constants")
 
@@ -81,7 +88,7 @@ class RingWriteback:
         ]
         rejections: list[Rejection] = []
         changes: list[Change] = []
-        for writer in writers:
+        for writer in writers if self.in_place else ():
             inplace, declined = _read_in_place(flat, writer, live, self.name)
             rejections += declined
             changes += [Change(self.name, "read in place", "concatenation", "its rows are adjacent in the region", s, n)
@@ -91,7 +98,7 @@ class RingWriteback:
             if index is None:
                 continue
             _check_declared(context, writer, movement, results[index])
-            summary, refusal = writer.write_back(results[index])
+            summary, refusal = writer.write_back(results[index], as_movement=self.in_place)
             changes.append(Change(self.name, "writeback", writer.link.name, summary))
             if refusal is not None:
                 rejections.append(Rejection(CX403, self.name, writer.link.name, refusal))

@@ -96,6 +96,23 @@ class FakeResult:
         }  # fmt: skip
 
 
+def bench_found() -> dict[str, Any]:
+    """What a run of the benchmark gives: stock, a cell whose bits differ, and one that failed."""
+    stock: dict[str, Any] = {
+        "title": "stock", "error": None, "p50_ms": 200.0, "p95_ms": 210.0, "device_p50_ms": 199.0, "peak_mib": 3765.0,
+        "prepare_seconds": 4.0, "bits_equal": True, "differences": [], "sha256": "ab" * 32,
+        "ran": {"replays": 120, "plan": 0},
+    }  # fmt: skip
+    ours = {**stock, "p50_ms": 50.0, "bits_equal": False, "differences": ["block 1: outputs from chunk 3 on"]}
+    failed: dict[str, Any] = {**dict.fromkeys(stock), "title": "capture", "differences": [], "ran": {}}
+    failed["error"] = "no such device\nmore"
+    ratio = {"ratio": 4.0, "low": 3.9, "high": 4.1, "blocks": 4}
+    return {
+        "cells": {"B0": stock, "ours": ours, "SRc": failed},
+        "ratios": {"p50 B0/ours": ratio, "peak ours/B0": {"ratio": 1.0}},
+    }
+
+
 class Fakes:
     """Stand-in modules; ``calls`` records what the command line passed on."""
 
@@ -124,8 +141,11 @@ class Fakes:
 
     def bench(self, target: str, **settings: Any) -> Any:
         self.calls["bench"] = (target, settings)
-        one = {"p50_ms": 58.0, "p95_ms": 59.0, "peak_mib": 10.0, "sha256": "ab" * 32}
-        return SimpleNamespace(to_dict=lambda: {"cells": {"B0": one, "SR": one}, "ratios": {"B0/SR": 1.0}})
+        settings["progress"](SimpleNamespace(cell="SRc", what="failed", text="no such device"))
+        return SimpleNamespace(to_dict=lambda: bench_found(), ok=True)
+
+    def cell_names(self, cells: list[str] | None) -> list[str]:
+        return ["B0", "ours", "SRc"] if cells is None else cells
 
     def transform(self, module: nn.Module, contract: object, backend: str = "auto") -> Any:
         self.calls["transform"] = (module, contract, backend)
@@ -150,7 +170,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     modules = {
         "cadence_fx.verify": ("verify",),
         "cadence_fx.explain": ("explain",),
-        "cadence_fx.bench": ("bench",),
+        "cadence_fx.bench": ("bench", "cell_names"),
         "cadence_fx.dump": ("write",),
         "cadence_fx.adapters.token2wav": ("build_random", "contract"),
     }
@@ -315,20 +335,27 @@ def test_demo_with_a_difference_shows_everything_and_exits_with_1(fakes: Fakes, 
     assert fakes.calls["write"] == tmp_path
 
 
-def test_bench_without_a_gpu_says_so(fakes: Fakes, run: RunCli, capsys: Capture) -> None:
-    assert run("bench", "token2wav", "--device", "cpu") == 2
-    assert capsys.readouterr().err.startswith("cadence-fx: bench needs a CUDA device")
-    assert "bench" not in fakes.calls
-
-
-def test_bench_prints_cells_and_ratios(
+def test_bench_prints_cells_and_ratios_and_hands_on_its_options(
     fakes: Fakes, run: RunCli, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert run("bench", "token2wav", "--device", "cuda", "--json", "-") == 0
+    asked = ("--cells", "B0, ours", "--blocks", "5", "--autocast", "float16", "--tf32", "--jobs", "2", "-o", "steps=5")
+    assert run("bench", "token2wav", "--device", "cuda", "--json", "-", *asked) == 0
+    target, settings = fakes.calls["bench"]
+    assert (target, settings["cells"], settings["blocks"]) == ("token2wav", ["B0", "ours"], 5)
+    assert (settings["autocast"], settings["tf32"], settings["jobs"]) == ("float16", True, 2)
+    assert settings["options"] == {"steps": 5}
     captured = capsys.readouterr()
     assert list(json.loads(captured.out)) == ["cells", "ratios"]
-    assert "B0/SR: 1.000" in captured.err
+    for text in (
+        "p50 B0/ours: 4.000 [3.900, 4.100]",
+        "ours differs from B0 in block 1: outputs from chunk 3 on",
+        "SRc: no such device",
+        "4.00 [3.90, 4.10]",
+        "DIFFERENT",
+        "120 replays",
+    ):
+        assert text in captured.err
 
 
 def test_graph_writes_into_the_folder_asked_for(fakes: Fakes, run: RunCli, capsys: Capture, tmp_path: Path) -> None:

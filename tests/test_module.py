@@ -19,7 +19,7 @@ from cadence_fx.contract import Contract, Entry, Result
 from cadence_fx.errors import AdmissionError, ContractError
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.traffic import clone_tree
-from tests import streams
+from tests import streams, toys
 from tests.streams import WIDTH, Pair, Stream, Workspace, chunks, contract, drawn, stream, workspace_contract
 
 EMPTY = {"rows": torch.zeros(1, 0, WIDTH)}
@@ -574,6 +574,14 @@ def test_a_python_value_that_was_read_is_guarded(name: str) -> None:
     p.steps(chunks([2] * 3))
     assert p.counted("module changed: ") == 1
     assert accounted(p.fast)
+
+
+def test_a_boundary_that_is_a_submodules_own_forward_is_no_change_of_the_module() -> None:
+    """The tracer puts boundaries in front of callables of its twin; calling ``self.block(...)`` reads ``forward``."""
+    toy = toys.build("new_first")
+    fast = transform(toy.module, toy.contract, backend="plan").warmup().seal()
+    fast(torch.randn(1, 3, toys.WIDTH), toy.module.initial())
+    assert (fast.stats()["plan"], fast.stats()["eager"]) == (1, {})
 
 
 def test_a_value_that_no_trace_read_is_not_guarded() -> None:
