@@ -29,8 +29,9 @@ from cadence_fx.staging import CapturedInput, copies_of
 
 __all__ = ["Binding", "CudaBackend", "ExactShapeReplay", "GraphBackend", "Refusal"]
 
-# Retired graphs with the event of their last replay: nothing may be destroyed while a capture is active.
-_deferred: list[tuple[GraphBackend, list[Any], Any]] = []
+# Retired graphs, the event of their last replay and the memory they use: nothing may be destroyed while a capture is
+# active, and no memory handed out again before the last replay has ended.
+_deferred: list[tuple[GraphBackend, list[Any], Any, list[Any]]] = []
 _one_capture = threading.RLock()  # at a time in the process; always taken after an engine's own lock
 
 
@@ -93,6 +94,7 @@ class ExactShapeReplay:
         self._warm: Any = None
         self._event: Any = None
         self._graphs: list[Any] = []
+        self._kept: list[Any] = []
         self._generation = 0
         self._sealed, self._broken = False, ""
 
@@ -114,7 +116,7 @@ class ExactShapeReplay:
             compared: what of the buffers must agree afterwards; all of ``aliased`` if None.
             alias: replays return the static outputs instead of copies.
             edit: gets the recorded graph's handle before it is instantiated, may change it, and returns the bytes of
-                memory that this took.
+                memory that this took. It is held as long as the graph, and with it the memory that it brought in.
         """
         with self._lock, _one_capture, self.backend.active(), torch.inference_mode(False), torch.no_grad():
             known = self._entries.get(key)
@@ -201,6 +203,7 @@ class ExactShapeReplay:
         with collector_paused():
             graph, result, added = self.backend.capture(request.run_static, pool, stream, request.draws, request.edit)
         self._pool = pool
+        self._kept.append(request.edit)
         self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
         measured = added + max(0, self.backend.reserved_bytes(pool) - before)
         measured += sum(held.staged for held in request.held)
@@ -286,10 +289,10 @@ class ExactShapeReplay:
         """Drop all graphs, at once; while a capture is active, at the next chance after it. Failed keys stay failed."""
         with self._lock:
             if self._graphs:
-                _deferred.append((self.backend, self._graphs, self._event))
+                _deferred.append((self.backend, self._graphs, self._event, self._kept))
             self._counts["retired"] += len(self._graphs)
             self._counts["predicted_bytes"] = self._counts["measured_bytes"] = 0
-            self._graphs, self._pool, self._stream = [], None, None
+            self._graphs, self._kept, self._pool, self._stream = [], [], None, None
             self._generation += 1
             self._entries.clear()
             _bury()
@@ -319,7 +322,7 @@ def _bury() -> None:
     try:
         for item in [i for i in _deferred if not i[0].is_capturing()]:
             _deferred.remove(item)
-            backend, graphs, event = item
+            backend, graphs, event, _ = item
             with backend.active():
                 backend.drop(graphs, event)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -612,3 +613,30 @@ def test_copies_have_the_strides_of_what_they_copy() -> None:
         assert copy.stride() == tensor.stride()
         assert torch.equal(copy, tensor)
         assert alignment(like(torch.randn(9)[1:])) == 4
+
+
+class Brought:
+    """An edit that brings memory in, as edits of real graphs do."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(4)
+
+    def __call__(self, raw: int) -> int:
+        return 16
+
+
+def test_memory_that_an_edit_brought_in_lives_as_long_as_the_graph() -> None:
+    """A graph reads and writes it at its address; nobody else holds it."""
+    backend = FakeBackend()
+    eng, edit = engine(backend), Brought()
+    memory = weakref.ref(edit.memory)
+    binding = eng.capture("key", lambda x: x + 1, [torch.ones(3)], edit=edit)
+    assert isinstance(binding, Binding)
+    assert binding.measured_bytes >= 16
+    del edit
+    gc.collect()
+    assert memory() is not None
+    eng.retire()
+    backend.dropped.clear()  # a fake graph holds what it was recorded from
+    gc.collect()
+    assert memory() is None
