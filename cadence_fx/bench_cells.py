@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +42,9 @@ def _stock(family: Family, device: str, seed: int) -> nn.Module:
 
 def _transformed(family: Family, device: str, seed: int, **settings: Any) -> CadenceModule:
     """The decoder's transform; the decoder itself is gone when this returns."""
-    return transform(family.build_random(device, seed), family.contract(), **settings)
+    fast = transform(family.build_random(device, seed), family.contract(), **settings)
+    gc.collect()  # modules hold themselves in cycles
+    return fast
 
 
 # ---------------------------------------------------------------------------------------------- state alone

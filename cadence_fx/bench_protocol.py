@@ -77,7 +77,8 @@ class Measured:
 
     Attributes:
         growing: chunks at the start of each stream whose state still grows.
-        prepare_seconds: from building the decoder to being ready: transform, compile, capture, certify.
+        build_seconds: that building the decoder and drawing its weights took.
+        prepare_seconds: from then until the cell was ready: transform, compile, capture, certify.
         prepare_peak_bytes, serving_peak_bytes: the allocator's peaks until ready and from then on; 0 on a CPU.
         reserved_bytes: the most that the allocator held from the device, pools of captured graphs included.
         stats: the module's own counters at the end.
@@ -85,6 +86,7 @@ class Measured:
     """
 
     growing: int = 0
+    build_seconds: float = 0.0
     prepare_seconds: float = 0.0
     prepare_peak_bytes: int = 0
     serving_peak_bytes: int = 0

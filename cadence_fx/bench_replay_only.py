@@ -108,7 +108,9 @@ class ReplayOnly:
     def stats(self) -> dict[str, Any]:
         """Calls of the callables that replayed and that ran as stock, and why captures were refused."""
         counts = {"replays": self.counts["replays"], "stock": self.counts["stock"]}
-        return {**counts, "refused": dict(self.refused), "engine": self.engine.stats()}
+        engine = self.engine.stats()
+        captured = {"captures": engine["captures"], "measured_bytes": engine["measured_bytes"]}
+        return {**counts, **captured, "refused": dict(self.refused), "misses": engine["misses"]}
 
     # ------------------------------------------------------------------------------------------- calls
     def _in_front_of(self, path: str) -> Callable[..., Any]:

@@ -62,6 +62,7 @@ class CellResult:
             "peak_mib": _mib(m.peak_bytes) if m else None,
             "serving_peak_mib": _mib(m.serving_peak_bytes) if m else None,
             "reserved_mib": _mib(m.reserved_bytes) if m else None,
+            "build_seconds": round(m.build_seconds, 2) if m else None,
             "prepare_seconds": round(m.prepare_seconds, 2) if m else None,
             "bits_equal": not differences if comparable else None,
             "differences": differences,

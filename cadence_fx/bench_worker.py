@@ -28,7 +28,7 @@ from cadence_fx.bench_protocol import GO, Block, Measured, Spec
 from cadence_fx.bits import digest
 from cadence_fx.catalog import settling
 from cadence_fx.contract import Arg, Contract, Region
-from cadence_fx.families import load
+from cadence_fx.families import Family, load
 from cadence_fx.generators import generator_states
 from cadence_fx.modes import MODE_NAMES, ambient_modes
 from cadence_fx.places import get_path
@@ -89,8 +89,7 @@ def play_block(
     memory, timer = SessionMemory.of(contract), _Timer(device)
     torch.manual_seed(seed)
     before = _ran(module)
-    block = Block(seed, [], [], [], "", "", "")
-    outputs = []
+    wall_ms, device_ms, outputs = list[float](), list[float](), list[str]()
 
     def act(step: Step) -> Any:
         with ambient():
@@ -101,15 +100,19 @@ def play_block(
         if not step.is_chunk:
             continue
         outputs.append(digest(value))
-        block.wall_ms.append(wall)
-        block.chunk_sha256.append(outputs[-1][:16])
+        wall_ms.append(round(wall, 4))
         if on_device is not None:
-            block.device_ms.append(on_device)
+            device_ms.append(round(on_device, 4))
     return Block(
-        seed, block.wall_ms, block.device_ms, block.chunk_sha256, digest(outputs),
-        digest(_state(contract, memory.state)), digest(generator_states(device)),
-        {name: count - before[name] for name, count in _ran(module).items()},
-    )  # fmt: skip
+        seed,
+        wall_ms,
+        device_ms,
+        chunk_sha256=[sha256[:16] for sha256 in outputs],
+        output_sha256=digest(outputs),
+        state_sha256=digest(_state(contract, memory.state)),
+        generator_sha256=digest(generator_states(device)),
+        ran={name: count - before[name] for name, count in _ran(module).items()},
+    )
 
 
 def _stats(module: torch.nn.Module) -> dict[str, Any]:
@@ -120,6 +123,21 @@ def _stats(module: torch.nn.Module) -> dict[str, Any]:
 def _ran(module: torch.nn.Module) -> dict[str, int]:
     found = _stats(module)
     return {name: int(found[name]) for name in ("replays", "plan", "stock") if name in found}
+
+
+class _Built:
+    """A family that keeps the seconds that its builds took: drawing weights is no part of preparing a cell."""
+
+    def __init__(self, family: Family) -> None:
+        self.family, self.name, self.seconds = family, family.name, 0.0
+        self.contract, self.script, self.stream = family.contract, family.script, family.stream
+
+    def build_random(self, device: str, seed: int, **sizes: Any) -> torch.nn.Module:
+        begin = time.perf_counter()
+        try:
+            return self.family.build_random(device, seed, **sizes)
+        finally:
+            self.seconds += time.perf_counter() - begin
 
 
 # ---------------------------------------------------------------------------------------------- surroundings
@@ -175,16 +193,18 @@ def run(spec: Spec, say: Say, wait: Callable[[], str]) -> None:
     """Prepare, say ``ready``, wait for the word, measure and say the result."""
     device = torch.device(spec.device)
     _pin(spec.tf32)
-    ambient, begin = _ambient(spec, device), time.perf_counter()
-    family = load(spec.target, **spec.options)
+    ambient = _ambient(spec, device)
+    family = _Built(load(spec.target, **spec.options))
     contract = family.contract()
     found = Measured(growing=settling(contract))
+    begin = time.perf_counter()
     with torch.no_grad(), ambient():
         module = find_cell(spec.cell).make(family, spec.device, spec.seed)
     gc.collect()  # what making the cell left in cycles, the stock module perhaps among it
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    found.prepare_seconds = time.perf_counter() - begin
+    found.build_seconds = family.seconds
+    found.prepare_seconds = time.perf_counter() - begin - family.seconds
     found.prepare_peak_bytes, found.reserved_bytes = _peaks(device)
     say({"event": "ready", "seconds": found.prepare_seconds})
     if wait().strip() != GO:

@@ -16,18 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["bench_progress", "show_bench"]
 
 COLUMNS = (
-    "cell",
-    "p50 ms",
-    "p95 ms",
-    "device ms",
-    "vs B0",
-    "peak MiB",
-    "of B0",
-    "bits",
-    "ran",
-    "ready after s",
-    "what it is",
-)
+    "cell", "p50 ms", "p95 ms", "device ms", "vs B0", "peak MiB", "of B0", "serving MiB", "bits", "ran",
+    "prepared in s", "what it is",
+)  # fmt: skip
 
 
 class _Bar:
@@ -91,6 +82,7 @@ def _row(name: str, cell: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
         ratio_text(ratios.get(f"p50 B0/{name}"), 2),
         _number(cell["peak_mib"], 0),
         ratio_text(ratios.get(f"peak {name}/B0"), 2),
+        _number(cell["serving_peak_mib"], 0),
         bits,
         ", ".join(f"{count} {name}" for name, count in cell["ran"].items() if count) or "-",
         _number(cell["prepare_seconds"], 0),

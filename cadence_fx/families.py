@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from cadence_fx.contract import Contract
@@ -136,7 +137,7 @@ class _Factory:
     def script(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """The example inputs as steps: keyword arguments of each call, the first with the state that all start from."""
         played = 0
-        for step in self._examples(contract):
+        for step in self._examples(decoder, contract):
             if step.is_chunk and played >= chunks:
                 return
             played += step.is_chunk
@@ -144,16 +145,22 @@ class _Factory:
 
     def stream(self, decoder: nn.Module, contract: Contract, seed: int, chunks: int) -> Iterable[Step]:
         """What comes before the first example call, then that call again and again."""
-        for step in self._examples(contract):
+        for step in self._examples(decoder, contract):
             if step.is_chunk:
                 yield from itertools.repeat(step, chunks)
                 return
             yield step
 
-    def _examples(self, contract: Contract) -> Iterator[Step]:
+    def _examples(self, decoder: nn.Module, contract: Contract) -> Iterator[Step]:
+        """The example inputs on the decoder's device; a factory may give steps, which are its own."""
         state_name = SessionMemory.of(contract).argument
+        device = next((p.device for p in decoder.parameters()), torch.device("cpu"))
         for given in self._declaration({})[1]:
-            yield from [given] if isinstance(given, Step) else _steps(given, state_name)
+            if isinstance(given, Step):
+                yield given
+            else:
+                moved = pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, given)
+                yield from _steps(moved, state_name)
 
     def _declaration(self, options: Mapping[str, Any]) -> tuple[Contract, Any]:
         if options or self._declared is None:

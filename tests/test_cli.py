@@ -100,7 +100,7 @@ def bench_found() -> dict[str, Any]:
     """What a run of the benchmark gives: stock, a cell whose bits differ, and one that failed."""
     stock: dict[str, Any] = {
         "title": "stock", "error": None, "p50_ms": 200.0, "p95_ms": 210.0, "device_p50_ms": 199.0, "peak_mib": 3765.0,
-        "prepare_seconds": 4.0, "bits_equal": True, "differences": [], "sha256": "ab" * 32,
+        "serving_peak_mib": 3700.0, "prepare_seconds": 4.0, "bits_equal": True, "differences": [], "sha256": "ab" * 32,
         "ran": {"replays": 120, "plan": 0},
     }  # fmt: skip
     ours = {**stock, "p50_ms": 50.0, "bits_equal": False, "differences": ["block 1: outputs from chunk 3 on"]}

@@ -133,6 +133,27 @@ def test_a_factory_may_give_steps_and_plays_no_more_calls_than_asked(target: Sim
     assert names == ["mine", "call 0", "call 1"]
 
 
+def test_the_stream_of_a_factory_repeats_its_first_example_call(target: SimpleNamespace) -> None:
+    family = load("user_target:make")
+    module, contract = family.build_random("cpu", 0), family.contract()
+    steps = list(family.stream(module, contract, 0, 3))
+    assert [step.name for step in steps] == ["start", "call", "call", "call"]
+    memory = SessionMemory.of(contract)
+    for step in steps:
+        step.action(module, memory)
+    assert memory.state.tolist() == [4.0]
+
+
+def test_a_stream_is_the_adapters_own_and_one_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions: dict[str, Any] = {"build_random": lambda device, seed: nn.Identity(), "contract": summing_contract}
+    adapter(monkeypatch, **functions, stream=lambda *given: [given])
+    given: Any = next(iter(load("moshi").stream(nn.Identity(), summing_contract(), 1, 4)))
+    assert given[2:] == (1, 4)
+    adapter(monkeypatch, **functions)
+    with pytest.raises(CadenceError, match=r"the adapter of 'moshi' has no stream\(\)"):
+        load("moshi").stream(nn.Identity(), summing_contract(), 1, 4)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [

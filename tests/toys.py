@@ -80,6 +80,7 @@ class NewFirstSolver(nn.Module):
         span = torch.linspace(0, 1, self.steps + 1)
         for step in range(self.steps):
             t = torch.cat([span[step : step + 1].mul(freq).cos() for freq in (1.0, 2.0)]).repeat(WIDTH // 2)
+            t = t.to(x.device)  # made on the host in every call, as the vendor's frequencies are
             x, cache = self.block(x, t, old[step])
             self.scratch[step, :, :, : cache.shape[2], :] = cache
         kv = self.scratch[:, :, :, : old.shape[3] + x.shape[1], :]

@@ -48,6 +48,26 @@ def test_a_hoisted_graph_has_the_same_bits_and_a_second_run_changes_nothing(name
     assert str(at.flat.graph) == text
 
 
+def test_host_only_hoists_what_the_host_computes_up_to_its_copy_to_the_device() -> None:
+    """The meta device stands for a GPU: device constants are not computed, so that it has no values does not matter."""
+
+    def f(m: Any, x: torch.Tensor, state: Rows) -> Any:
+        table = torch.arange(WIDTH).exp().to("meta")  # the vendor's way: made on the host, moved in every call
+        gain = m.table.sin().cos()  # a constant of the device
+        return (x.to("meta") + table) * gain, {"a": state["a"]}
+
+    at = bench(function(f, {"a": 2}, parts={"table": torch.zeros(WIDTH, device="meta")}))
+    at.run_pass(Normalise())
+    at.run_pass(HoistConstants(host_only=True))
+    at.run_pass(EliminateDead())
+    left = targets(at.flat)
+    assert not {"arange", "exp"} & set(left)
+    assert left.count("to") == 1  # that of x, which is no constant
+    assert {"sin", "cos"} <= set(left)
+    (value,) = (v for t, v in at.flat.constants.items() if t.startswith("constant_"))
+    assert value.device.type == "meta"
+
+
 def test_all_signatures_share_one_pool() -> None:
     player = Player(build("new_first"))
     first, *others = signatures(player.toy.contract)

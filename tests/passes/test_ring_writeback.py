@@ -50,6 +50,18 @@ def rewritten(toy: Toy, *, settled: bool = True) -> tuple[Bench, Any]:
     return at, result
 
 
+def test_not_in_place_the_modules_own_concatenations_stay_and_the_state_is_written_by_one_copy() -> None:
+    at = bench(build("new_first"), state=steady(build("new_first")))
+    at.run_pass(*BEFORE)
+    result = at.run_pass(RingWriteback(in_place=False))
+    at.run_pass(EliminateDead())
+    assert not result.rejections
+    assert not [c for c in result.changes if c.what == "read in place"]
+    into_region = [line for line in notation(at) if line.startswith("region_")]
+    assert into_region == ["region_kv[3:13] <- new"]
+    assert targets(at.flat).count("cat") >= 4
+
+
 def notation(at: Bench) -> list[str]:
     """The copies into the region, as 'target[rows] <- source', and the readers, in the docstring's order."""
     lines = []
