@@ -53,7 +53,7 @@ def bench(
     cells: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
     autocast: str | None = None,
-    tf32: bool = False,
+    tf32: bool = True,
     jobs: int | None = None,
     timeout: float = 1800.0,
     progress: Progress | None = None,
@@ -69,7 +69,7 @@ def bench(
         cells: names; all that this version has by default. Stock is always among them, and first.
         options: of the target.
         autocast: name of a dtype: every call of every cell runs under ``torch.autocast`` of it.
-        tf32: leave torch's defaults for TF32 instead of turning it off.
+        tf32: leave torch's defaults for TF32 (in convolutions, not in products), or turn it off.
         jobs: cells that are prepared at the same time. With 1 no process waits beside the one that is measured.
         timeout: seconds for each cell to prepare, and again to measure.
         progress: called with what happens.

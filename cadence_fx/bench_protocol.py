@@ -21,7 +21,7 @@ class Spec:
         cell: name of a cell, or ``package.module:attribute``.
         seed: of the weights; block i plays a stream of seed ``seed + 1 + i``.
         autocast: name of the dtype under which every call runs, or None.
-        tf32: leave torch's defaults for TF32 (products without, convolutions with) instead of turning it off.
+        tf32: leave torch's defaults for TF32 (in convolutions, not in products), or turn it off.
     """
 
     target: str
@@ -32,7 +32,7 @@ class Spec:
     seed: int
     options: Mapping[str, Any] = field(default_factory=dict)
     autocast: str | None = None
-    tf32: bool = False
+    tf32: bool = True
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

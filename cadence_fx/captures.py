@@ -171,7 +171,7 @@ class Captures:
         self, program: Program, refusals: list[Refusal], guarantee: str = AS_STOCK
     ) -> tuple[Binding, Variant, str] | None:
         """The first variant that is certified under the flags of this moment; stock's own disagreement ends it."""
-        for variant in variants(program, self.side_streams, self.streams, self.edits, self.converted):
+        for variant in self.variants(program):
             key = (program.signature, variant.label, variant.edit is not None, guarantee)
             found = self._bind(key, variant.run, self.examples(program), self.reference(program), program, variant.edit)
             if isinstance(found, Binding):
@@ -180,6 +180,10 @@ class Captures:
             if found.code == NOT_REPEATABLE:
                 return None
         return None
+
+    def variants(self, program: Program) -> list[Variant]:
+        """Ways to run a program under capture, the fastest first."""
+        return variants(program, self.side_streams, self.streams, self.edits, self.converted)
 
     def _can_pin(self) -> bool:
         return not torch.backends.cudnn.deterministic

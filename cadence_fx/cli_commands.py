@@ -146,7 +146,7 @@ def bench(
     autocast: Annotated[
         str | None, typer.Option("--autocast", metavar="DTYPE", help="Run every call under it.", show_default=False)
     ] = None,
-    tf32: Annotated[bool, typer.Option("--tf32", help="Leave torch's defaults for TF32 instead of off.")] = False,
+    tf32: Annotated[bool, typer.Option(help="TF32 as torch has it by default (in convolutions), or nowhere.")] = True,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Cells prepared at a time.", show_default=False)
     ] = None,

@@ -19,6 +19,7 @@ from cadence_fx.module import CadenceModule
 from cadence_fx.partition import Partition, partition
 from cadence_fx.program import Program
 from cadence_fx.refusal import CAPTURE_FAILED, Refusal
+from cadence_fx.variants import Variant
 
 __all__ = ["CompiledCaptures"]
 
@@ -47,7 +48,7 @@ class CompiledCaptures(Captures):
     def reference(self, program: Program) -> Callable[..., Any]:
         return self.runs[program.signature]
 
-    def _variants(self, program: Program) -> list[tuple[str, Callable[..., Any]]]:
+    def variants(self, program: Program) -> list[Variant]:
         """The compiled run. Everything is compiled here: a capture can hold no compilation, and tuning draws."""
         if self.memory.live:
             raise CadenceError("compiled captures are made before the first state: compiling overwrites state")
@@ -56,7 +57,7 @@ class CompiledCaptures(Captures):
         with rewound(self.memory.device), torch.no_grad():
             run(self.examples(program))
         self.runs[program.signature] = lambda *inputs: run(inputs)
-        return [("compiled", self.runs[program.signature])]
+        return [Variant("compiled", self.runs[program.signature])]
 
     def _capture_parts(self, program: Program, parts: Partition) -> ClassRow:
         reasons = "; ".join(dict.fromkeys(s.reason for s in parts.segments if not s.capturable))

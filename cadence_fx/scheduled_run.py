@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,8 +32,8 @@ class Launched:
 class StreamBackend(Protocol):
     """What running a schedule needs of a device."""
 
-    def on(self, stream: int) -> Any:
-        """Context in which work goes to that stream."""
+    def use(self, stream: int) -> None:
+        """Work of this thread goes to that stream from now on. 0 is the one on which the run began."""
 
     def record(self, stream: int) -> Any:
         """An event after the work so far on a stream."""
@@ -42,31 +41,31 @@ class StreamBackend(Protocol):
     def wait(self, stream: int, event: Any) -> None:
         """Let a stream wait for an event."""
 
-    def count(self) -> int:
-        """Nodes that the capture under way has recorded so far; 0 where that cannot be read or nothing captures."""
+    def count(self) -> int | None:
+        """Nodes that the capture under way has recorded so far; None where that cannot be read or nothing captures."""
 
 
 @dataclass
 class CudaStreams:
-    """Streams of one device; stream 0 is the current one, which may be capturing."""
+    """Streams of one device; stream 0 is the one that was current when the run began, which may be capturing."""
 
     device: torch.device
     side: list[torch.cuda.Stream] = field(default_factory=list)
+    first: torch.cuda.Stream | None = None
 
     def _stream(self, index: int) -> torch.cuda.Stream:
         if index == 0:
-            return torch.cuda.current_stream(self.device)
+            return torch.cuda.current_stream(self.device) if self.first is None else self.first
         while len(self.side) < index:
             self.side.append(torch.cuda.Stream(self.device))
         return self.side[index - 1]
 
-    @contextmanager
-    def on(self, stream: int) -> Iterator[None]:
+    def use(self, stream: int) -> None:
+        if self.first is None:
+            self.first = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(self._stream(stream))
         if stream == 0:
-            yield
-        else:
-            with torch.cuda.stream(self._stream(stream)):
-                yield
+            self.first = None
 
     def record(self, stream: int) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -76,10 +75,10 @@ class CudaStreams:
     def wait(self, stream: int, event: torch.cuda.Event) -> None:
         self._stream(stream).wait_event(event)
 
-    def count(self) -> int:
+    def count(self) -> int | None:
         cu = driver()
         if cu is None or not torch.cuda.is_current_stream_capturing():
-            return 0
+            return None
         found = checked(cu.cuStreamGetCaptureInfo(self._stream(0).cuda_stream))
         graph = next(value for value in found if isinstance(value, cu.CUgraph))
         return int(checked(cu.cuGraphGetNodes(graph))[1])
@@ -100,8 +99,10 @@ class _Run:
     env: dict[fx.Node, Any] = field(default_factory=dict)
     events: dict[fx.Node, Any] = field(default_factory=dict)
     forked: set[int] = field(default_factory=set)
+    current: int = 0
 
     def __post_init__(self) -> None:
+        self.recorded = None if self.launched is None else self.backend.count()
         waits = self.planned.waits
         self.waited_for = {p for found in waits.values() for p in found} | set(self.planned.joins)
         self.start = self.backend.record(0)
@@ -115,16 +116,25 @@ class _Run:
             self.forked.add(index)
         for other in self.planned.waits.get(node, ()):
             self.backend.wait(index, self.events[other])
-        first = 0 if self.launched is None else self.backend.count()
-        with self.backend.on(index):
-            self.env[node] = self.launch(node, args, kwargs)
+        self._use(index)
+        self.env[node] = self.launch(node, args, kwargs)
         del args, kwargs
-        if self.launched is not None and node in self.planned.stream:
-            self.launched.append(Launched(node, index, first, self.backend.count()))
+        if self.recorded is not None and node in self.planned.stream:
+            self._note(node, index, self.recorded)
         if node in self.waited_for:
             self.events[node] = self.backend.record(index)
         for value in self.planned.release.get(node, ()):
             self._drop(value)
+
+    def _use(self, stream: int) -> None:
+        if stream != self.current:
+            self.backend.use(stream)
+            self.current = stream
+
+    def _note(self, node: fx.Node, stream: int, first: int) -> None:
+        self.recorded = self.backend.count()
+        if self.launched is not None and self.recorded is not None:
+            self.launched.append(Launched(node, stream, first, self.recorded))
 
     def _drop(self, value: fx.Node) -> None:
         """Forget a value and all views of it."""
@@ -133,6 +143,10 @@ class _Run:
             node = todo.pop()
             self.env.pop(node, None)
             todo += [user for user in node.users if is_view(user) and view_input(user) is node]
+
+    def leave(self) -> None:
+        """Back to the stream on which the run began, also after an error."""
+        self._use(0)
 
     def join(self) -> None:
         for node in self.planned.joins:
@@ -161,12 +175,15 @@ def run_scheduled(
     """
     run = _Run(planned, backend, launch, launched)
     given = iter(inputs)
-    for node in flat.graph.nodes:
-        if node.op == "placeholder":
-            run.env[node] = next(given)
-        elif node.op == "get_attr":
-            run.env[node] = getattr(module, str(node.target))
-        elif node.op == "call_function":
-            run.operator(node)
+    try:
+        for node in flat.graph.nodes:
+            if node.op == "placeholder":
+                run.env[node] = next(given)
+            elif node.op == "get_attr":
+                run.env[node] = getattr(module, str(node.target))
+            elif node.op == "call_function":
+                run.operator(node)
+    finally:
+        run.leave()
     run.join()
     return tuple(fx.map_arg(flat.output.args[0], lambda n: run.env[n]))  # type: ignore[arg-type]

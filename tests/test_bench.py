@@ -85,7 +85,7 @@ def test_the_result_is_one_json_object_with_all_that_a_reader_needs(run: tuple[B
     environment = found["environment"]
     assert environment["torch"] == torch.__version__
     assert environment["flags"]["cudnn_deterministic"] is True
-    assert environment["flags"]["cudnn_tf32"] is False
+    assert environment["flags"]["cuda_conv_fp32"] == "tf32"
     stock = found["cells"]["B0"]
     assert [block["seed"] for block in stock["blocks"]] == [1, 2]
     assert [len(block["wall_ms"]) for block in stock["blocks"]] == [6, 6]

@@ -65,6 +65,8 @@ class ToyFamily:
             x = draw(looped(), CHUNK, generator)
             yield Step("chunk", lambda decoder, memory, x=x: memory.call(decoder, x), is_chunk=True)  # type: ignore[misc]
 
+    stream = script
+
 
 # ---------------------------------------------------------------------------------------------- compiled segments
 class CompiledPlayer(Player):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,11 +33,8 @@ class Streams:
     def __init__(self) -> None:
         self.now, self.log, self.recorded = 0, list[tuple[Any, ...]](), 0
 
-    @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
+    def use(self, stream: int) -> None:
+        self.now = stream
 
     def record(self, stream: int) -> tuple[int, int]:
         return stream, len(self.log)
@@ -96,6 +91,22 @@ def test_what_each_operator_recorded_is_noted_in_order() -> None:
         run_scheduled(found.flat, found.module, schedule(found.flat, 2), backend, inputs, launch, launched)
     assert [(op.first, op.last) for op in launched] == [(2 * i, 2 * i + 2) for i in range(len(launched))]
     assert [op.node for op in launched] == list(schedule(found.flat, 2).stream)
+    assert backend.now == 0
+
+
+def test_a_run_that_fails_leaves_the_thread_on_the_stream_where_it_began() -> None:
+    found, inputs, _ = program()
+    backend, planned = Streams(), schedule(found.flat, 3)
+    last = [node for node, stream in planned.stream.items() if stream != 0][-1]
+
+    def launch(node: Any, args: Any, kwargs: Any) -> Any:
+        if node is last:
+            raise RuntimeError("out of memory")
+        return node.target(*args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="out of memory"), torch.no_grad():
+        run_scheduled(found.flat, found.module, planned, backend, inputs, launch)
+    assert backend.now == 0
 
 
 class Layers(nn.Module):

@@ -316,6 +316,7 @@ def test_sibling_threads_never_see_a_capture(generator: str) -> None:
     def guarded(work: Callable[[], None]) -> Callable[[], None]:
         def loop() -> None:
             try:
+                torch.zeros(1, device=CUDA)  # a thread whose first use of a device is a product gets a warning
                 with torch.no_grad():
                     while not stop.is_set():
                         work()
