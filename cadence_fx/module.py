@@ -260,15 +260,9 @@ class CadenceModule(Inspection):
 
     def _take_over(self, result: Any, leaves: dict[str, Any]) -> Any:
         """Adopt the state that a stock run returned, if all of it fits, and hand out views instead."""
-        found: dict[str, torch.Tensor] = {}
-        for name, place in leaves.items():
-            if place is None:
-                continue
-            tensor = get_path(result, place)
-            fitted = self.memory[name].fit(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
-            if isinstance(fitted, str):
-                return result  # foreign to the contract: it stays the caller's
-            found[name] = fitted
+        found = self._fitted(result, leaves)
+        if found is None:
+            return result  # foreign to the contract: it stays the caller's
         for name, tensor in found.items():
             self.memory[name].adopt(tensor)
         for name, view in self.memory.hand_out().items():
@@ -276,12 +270,26 @@ class CadenceModule(Inspection):
                 result = set_path(result, leaves[name], view)
         return result
 
+    def _fitted(self, result: Any, leaves: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        """The state tensors in a result, cut to the demanded shapes; None if one of them is no state of its region."""
+        found: dict[str, torch.Tensor] = {}
+        for name, place in leaves.items():
+            if place is None:
+                continue
+            tensor = get_path(result, place)
+            fitted = self.memory[name].fit(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
+            if isinstance(fitted, str):
+                return None
+            found[name] = fitted
+        return found
+
     def _entry(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
         """Run a method that makes state (the prompt pass) as stock, and take its state over."""
         with self._lock:
             self._counts[entry.method] += 1
-            result = self._stock.run_entry(entry, args, kwargs)
-            return self._take_over(result, dict(entry.leaves))
+            leaves = dict(entry.leaves)
+            fits = lambda result: self._fitted(result, leaves) is not None  # noqa: E731
+            return self._take_over(self._stock.run_entry(entry, args, kwargs, fits), leaves)
 
     # ------------------------------------------------------------------------------------------- programs
     def _compile(self, signature: Signature) -> Program:

@@ -113,10 +113,15 @@ class Profile:
         return found
 
 
+def _profiler() -> torch_profile:
+    # acc_events: there is one cycle, and torch warns of events that get lost between cycles.
+    return torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+
+
 def kernels_of(run: Callable[[], Any], device: torch.device) -> list[Kernel]:
     """What ``run`` makes the device do, by start time."""
     torch.cuda.synchronize(device)
-    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    with _profiler() as trace:
         run()
         torch.cuda.synchronize(device)
     events = trace.profiler.kineto_results.events()
@@ -161,7 +166,7 @@ def operator_times(flat: FlatGraph, module: torch.nn.Module, inputs: Sequence[An
     with torch.no_grad():
         run()
         torch.cuda.synchronize()
-        with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        with _profiler() as trace:
             run()
             torch.cuda.synchronize()
     return _attributed(nodes, trace.profiler.kineto_results.events())

@@ -42,7 +42,7 @@ class Binding:
     Attributes:
         draws: the run moves the device's generator.
         alias: outputs are the static ones, overwritten by a later replay of this engine.
-        any_alignment: stock gives the same bits whatever the inputs' alignment.
+        any_alignment: stock gives the same bits at every address that is a multiple of `SAFE_ALIGNMENT`.
         predicted_bytes, measured_bytes: of static inputs and outputs; of all memory that the binding added.
         seconds: that the capture took, certificate included.
     """
@@ -108,7 +108,8 @@ class ExactShapeReplay:
 
         Args:
             key: names the signature; a key that failed is never tried again, one that is captured is returned.
-            run: reads its arguments and ``aliased``, and nothing else that changes.
+            run: reads its arguments and ``aliased``, and nothing else that changes. It is held as long as the graph,
+                and with it the constants that it reads.
             inputs: an example of its arguments: tensors, or plain values that stay fixed.
             aliased: buffers at fixed addresses that ``run`` reads or writes in place. Inputs in them are not staged.
             preserve: those whose content must be as before; floats in others are overwritten. Constants are neither.
@@ -203,7 +204,7 @@ class ExactShapeReplay:
         with collector_paused():
             graph, result, added = self.backend.capture(request.run_static, pool, stream, request.draws, request.edit)
         self._pool = pool
-        self._kept.append(request.edit)
+        self._kept.append((request.run, request.edit))
         self._graphs.append(graph)  # also one that is refused later: no graph leaves the pool alone
         measured = added + max(0, self.backend.reserved_bytes(pool) - before)
         measured += sum(held.staged for held in request.held)

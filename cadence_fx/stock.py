@@ -15,6 +15,7 @@ import torch
 
 from cadence_fx.contract import Attr, Contract, Entry, Region
 from cadence_fx.generators import generator_states, restore_generators
+from cadence_fx.live_state import HostCopy
 from cadence_fx.memory import Memory, dtype_of
 from cadence_fx.places import get_attr, set_attr
 from cadence_fx.tables import shrink_tables
@@ -86,20 +87,35 @@ class Stock:
         with self._buffers(demand=True, own=True):
             return self.twin.forward(**bound)
 
-    def run_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_entry(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any], fits: Callable[[Any], bool]
+    ) -> Any:
         """A method of the twin, as stock.
 
-        While no state is live, scratch may share the state's memory, which halves the peak of a first prompt pass. If
-        that fails (a prompt longer than declared does not fit) it runs again on the vendor's own sizes, generators
-        rewound.
+        Scratch may share the state's memory, which halves the peak of a prompt pass; state that is live there is kept
+        on the host meanwhile. If that fails (a prompt longer than declared does not fit), or what comes out does not
+        fit the regions, the state is put back, and the method runs again on the vendor's own sizes, generators rewound.
         """
         method = getattr(self.twin, entry.method)
-        if not self.memory.live:
-            generators = generator_states(self.memory.device)
-            try:
-                with self._buffers(demand=True):
-                    return method(*args, **kwargs)
-            except (RuntimeError, IndexError, AssertionError):
-                restore_generators(self.memory.device, generators)
+        generators = generator_states(self.memory.device)
+        live = HostCopy(self._shared() if self.memory.live else [])
+        try:
+            with self._buffers(demand=True):
+                result = method(*args, **kwargs)
+            if fits(result):
+                return result
+            del result  # it may show the state's memory
+        except (RuntimeError, IndexError, AssertionError):
+            pass  # stock says what is wrong, below
+        except BaseException:
+            live.put_back()
+            raise
+        live.put_back()
+        restore_generators(self.memory.device, generators)
         with self._buffers(demand=False):
             return method(*args, **kwargs)
+
+    def _shared(self) -> list[torch.Tensor]:
+        """State whose memory is scratch of a prompt pass."""
+        names = dict.fromkeys(region.shares for _, region in self.scratch if region.shares is not None)
+        return [self.memory[name].tensor for name in names]
