@@ -336,10 +336,11 @@ class Captures:
         if recorded is None:
             return None
         start, generators = StartState(self._aliased(), self._live()), Generators(self.engine.backend)
+        inputs = self.examples(program)
         with torch.no_grad(), self.engine.backend.active():
             try:
                 start.start(0)
-                run = lambda: program.run(*self.examples(program))  # noqa: E731
+                run = lambda: program.run(*inputs)  # noqa: E731
                 launched = generators.watch("probe", lambda: launch_counts(run, self.memory.device))
             finally:
                 start.put_back()
