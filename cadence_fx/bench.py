@@ -10,6 +10,7 @@ import dataclasses
 import os
 import shlex
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -56,6 +57,8 @@ def bench(
     tf32: bool = True,
     jobs: int | None = None,
     timeout: float = 1800.0,
+    prepare_within: float | None = None,
+    save: Callable[[BenchResult], None] | None = None,
     progress: Progress | None = None,
 ) -> BenchResult:
     """Measure cells of a target.
@@ -72,6 +75,8 @@ def bench(
         tf32: leave torch's defaults for TF32 (in convolutions, not in products), or turn it off.
         jobs: cells that are prepared at the same time. With 1 no process waits beside the one that is measured.
         timeout: seconds for each cell to prepare, and again to measure.
+        prepare_within: seconds for all cells together to prepare; what is ready by then is measured.
+        save: called with the result so far after each cell, so that an interruption loses little.
         progress: called with what happens.
 
     Raises:
@@ -83,22 +88,34 @@ def bench(
     found = {name: find_cell(name) for name in names}
     spec = Spec(target, STOCK, device, chunks, blocks, seed, dict(options or {}), autocast, tf32)
     say = progress if progress is not None else lambda event: None
-    run = _Run({name: dataclasses.replace(spec, cell=name) for name in names}, timeout, say)
+    together = jobs or _jobs(device)
+    run = _Run({name: dataclasses.replace(spec, cell=name) for name in names}, timeout, say, together)
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+    def result() -> BenchResult:
+        rows = (
+            CellResult(name, cell.title, run.measured.get(name), run.errors.get(name, ""))
+            for name, cell in found.items()
+        )
+        return BenchResult(spec, tuple(rows), command)
+
+    def measure(name: str) -> None:
+        run.measure(name)
+        if save is not None:
+            save(result())
+
     with ExitStack() as stack:
         stack.callback(run.close)
-        if (jobs or _jobs(device)) < 2:
+        if together < 2:
             for name in names:
                 run.start(name)
                 run.prepare(name)
-                run.measure(name)
+                measure(name)
         else:
-            run.prepare_all(jobs or _jobs(device))
+            run.prepare_all(prepare_within)
             for name in names:
-                run.measure(name)
-    results = (
-        CellResult(name, cell.title, run.measured.get(name), run.errors.get(name, "")) for name, cell in found.items()
-    )
-    return BenchResult(spec, tuple(results), shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+                measure(name)
+    return result()
 
 
 def cell_names(cells: Sequence[str] | None) -> list[str]:
@@ -121,37 +138,40 @@ def _jobs(device: str) -> int:
 class _Run:
     """The processes of one run, by cell."""
 
-    def __init__(self, specs: Mapping[str, Spec], timeout: float, say: Progress) -> None:
-        self.specs, self.timeout, self.say = specs, timeout, say
+    def __init__(self, specs: Mapping[str, Spec], timeout: float, say: Progress, jobs: int) -> None:
+        self.specs, self.timeout, self.say, self.jobs = specs, timeout, say, jobs
+        # Each process would start a thread for every core, and they would take each other's.
+        self.threads = None if jobs < 2 else max(1, (os.cpu_count() or 1) // jobs)
         self.workers: dict[str, WorkerProcess] = {}
         self.measured: dict[str, Measured] = {}
         self.errors: dict[str, str] = {}
 
     def start(self, name: str) -> None:
         self.say(Event(name, "preparing"))
-        self.workers[name] = WorkerProcess(self.specs[name], self.timeout)
+        self.workers[name] = WorkerProcess(self.specs[name], self.timeout, self.threads)
 
-    def prepare(self, name: str) -> None:
-        """Wait until a started cell is ready or has failed."""
+    def prepare(self, name: str, end: float | None = None) -> None:
+        """Wait until a started cell is ready or has failed, until ``end`` of the monotonic clock at most."""
         try:
-            self.workers[name].prepare()
+            self.workers[name].prepare(end)
             self.say(Event(name, "ready"))
         except WorkerFailed as error:
             self._failed(name, error)
 
-    def prepare_all(self, jobs: int) -> None:
-        """Prepare every cell, ``jobs`` of them at a time."""
+    def prepare_all(self, within: float | None) -> None:
+        """Prepare every cell, some of them at a time; those that are not ready within the seconds given fail."""
+        end = None if within is None else time.monotonic() + within
         names = deque(self.specs)
         if PREPARED_ALONE in names:
             names.remove(PREPARED_ALONE)
             self.start(PREPARED_ALONE)
-            self.prepare(PREPARED_ALONE)
+            self.prepare(PREPARED_ALONE, end)
         started = deque[str]()
         while names or started:
-            while names and len(started) < jobs:
+            while names and len(started) < self.jobs:
                 started.append(names.popleft())
                 self.start(started[-1])
-            self.prepare(started.popleft())
+            self.prepare(started.popleft(), end)
 
     def measure(self, name: str) -> None:
         """Measure a cell that is ready, and end its process."""

@@ -31,17 +31,19 @@ class WorkerProcess:
 
     Args:
         timeout: seconds from the start until ready, and again for measuring.
+        threads: that torch may use for one operator on the host; as many as there are cores by default.
     """
 
-    def __init__(self, spec: Spec, timeout: float) -> None:
+    def __init__(self, spec: Spec, timeout: float, threads: int | None = None) -> None:
         self.spec, self.timeout, self._started = spec, timeout, time.monotonic()
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives until close()
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        limit = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cadence_fx.bench_worker", spec.to_json()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             start_new_session=True,  # compilers start processes of their own, which must end with it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the same modules as here
+            env={**os.environ, **limit, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # modules as here
         )  # fmt: skip
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -51,13 +53,14 @@ class WorkerProcess:
             self._said.put(line)
         self._said.put(None)
 
-    def prepare(self) -> float:
-        """Wait until the cell is ready; seconds that it took.
+    def prepare(self, end: float | None = None) -> float:
+        """Wait until the cell is ready, until ``end`` of the monotonic clock at most; seconds that it took.
 
         Raises:
-            WorkerFailed: it cannot be made.
+            WorkerFailed: it cannot be made, or not in time.
         """
-        return float(self._until("ready", "preparing", self._started + self.timeout)["seconds"])
+        latest = self._started + self.timeout
+        return float(self._until("ready", "preparing", latest if end is None else min(latest, end))["seconds"])
 
     def measure(self, on_block: Callable[[], None]) -> Measured:
         """Let a ready cell measure; ``on_block`` is called after each block.
@@ -73,11 +76,12 @@ class WorkerProcess:
         return Measured.from_dict(self._until("result", "measuring", end, on_block)["result"])
 
     def _until(self, event: str, doing: str, end: float, on_block: Callable[[], None] | None = None) -> dict[str, Any]:
+        begin = self._started if event == "ready" else time.monotonic()
         while True:
             try:
                 line = self._said.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise WorkerFailed(f"{doing} took more than {self.timeout:g} s") from None
+                raise WorkerFailed(f"{doing} took more than {time.monotonic() - begin:.1f} s") from None
             if line is None:
                 self._process.wait()
                 raise WorkerFailed(f"ended with {self._process.returncode} while {doing}{self._last_errors()}")

@@ -116,8 +116,9 @@ class BenchResult:
         stock = self[STOCK].measured
         for name in names:
             m = self[name].measured
-            if m is not None and stock is not None and stock.peak_bytes:
+            if m is not None and stock is not None and stock.peak_bytes and stock.serving_peak_bytes:
                 found[f"peak {name}/{STOCK}"] = {"ratio": m.peak_bytes / stock.peak_bytes}
+                found[f"serving peak {name}/{STOCK}"] = {"ratio": m.serving_peak_bytes / stock.serving_peak_bytes}
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from cadence_fx.catalog import Signature, State, predicted_bytes
 from cadence_fx.certify import Certificate, certify
 from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Contract, Result
+from cadence_fx.device_trace import launch_counts
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.graph_edits import Converted, EditCounts
 from cadence_fx.live_state import Generators, StartState
@@ -26,7 +27,6 @@ from cadence_fx.memory import Memory
 from cadence_fx.modes import pinned_kernels
 from cadence_fx.partition import Granularity, Partition, Segment, partition
 from cadence_fx.places import get_path, set_path
-from cadence_fx.profile import launch_counts
 from cadence_fx.program import Program, describe
 from cadence_fx.refusal import NOT_REPEATABLE, Refusal
 from cadence_fx.replay import Binding, ExactShapeReplay

@@ -13,7 +13,7 @@ from cadence_fx.cli_show import Show
 if TYPE_CHECKING:
     from cadence_fx.bench import Event
 
-__all__ = ["bench_progress", "show_bench"]
+__all__ = ["bench_progress", "show_bench", "show_profile"]
 
 COLUMNS = (
     "cell", "p50 ms", "p95 ms", "device ms", "vs B0", "peak MiB", "of B0", "serving MiB", "bits", "ran",
@@ -92,3 +92,29 @@ def _row(name: str, cell: dict[str, Any], ratios: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def show_profile(show: Show, found: dict[str, Any]) -> None:
+    """Timelines of stock and ours, the parts with their slack, and what takes most of the time."""
+    runs = [(name, found[key]) for name, key in (("stock", "stock"), ("ours", "replay")) if found[key] is not None]
+    columns = ("run", "kernels", "span ms", "busy ms", "idle ms", "sum ms")
+    show.table(
+        columns,
+        [(name, f"{run['kernels']:,}", *(f"{run[key]:.2f}" for key in ("span_ms", "busy_ms", "idle_ms", "sum_ms")))
+         for name, run in runs],
+    )  # fmt: skip
+    show.heading("parts of our chunk, operators one after the other")
+    show.table(
+        ("part", "operators", "kernels", "ms", "on the critical path", "roofline ms", "gamma"),
+        [(p["part"], f"{p['operators']:,}", f"{p['kernels']:,}", f"{p['chain_ms']:.2f}", f"{p['critical_ms']:.2f}",
+          f"{p['bound_ms']:.2f}", "-" if p["gamma"] is None else f"{p['gamma']:.1f}") for p in found["parts"]],
+    )  # fmt: skip
+    times = found["times_critical"]
+    show.line()
+    show.line(
+        f"critical path: {found['critical_ms']:.2f} ms in {found['critical_operators']:,} operators"
+        + ("" if times is None else f"; a replay takes {times:.2f} times as long")
+    )
+    show.heading("operators and kernels that take most")
+    rows = [("operator", *row) for row in found["by_target"][:8]] + [("kernel", *row) for row in found["by_kernel"][:8]]
+    show.table(("", "name", "launched", "ms"), [(k, n[:90], f"{c:,}", f"{ms:.2f}") for k, n, c, ms in rows])

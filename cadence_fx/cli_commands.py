@@ -151,6 +151,13 @@ def bench(
         int | None, typer.Option("--jobs", min=1, help="Cells prepared at a time.", show_default=False)
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for a cell to prepare, and to measure.")] = 1800,
+    prepare_within: Annotated[
+        float | None,
+        typer.Option("--prepare-within", help="Seconds for all cells to prepare.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Instead of timing cells, show where a steady chunk's device time goes.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cells (extra viz).", show_default=False)
     ] = None,
@@ -164,6 +171,9 @@ def bench(
     from cadence_fx.bench_plot import draw, require_matplotlib
     from cadence_fx.cli_bench import bench_progress, show_bench
 
+    if profile:
+        _profiled(show, target, on, seed, _options(option), plot)
+        return
     with _rejections():
         if plot is not None:
             require_matplotlib()
@@ -171,7 +181,8 @@ def bench(
         with bench_progress(show, len(names), blocks) as progress:
             result = run(
                 target, device=on, chunks=chunks, blocks=blocks, seed=seed, cells=names, options=_options(option),
-                autocast=autocast, tf32=tf32, jobs=jobs, timeout=timeout, progress=progress,
+                autocast=autocast, tf32=tf32, jobs=jobs, timeout=timeout, prepare_within=prepare_within,
+                save=None if json == "-" else lambda so_far: show.json(so_far.to_dict()), progress=progress,
             )  # fmt: skip
     found = result.to_dict()
     show_bench(show, found)
@@ -211,6 +222,25 @@ def _verified(show: Show, target: str, device: str, chunks: int, seed: int, opti
         result = run(target, device=device, chunks=chunks, seed=seed, options=options, progress=show.step)
     show.verdict(result)
     return result
+
+
+def _profiled(show: Show, target: str, device: str, seed: int, options: dict[str, Any], plot: Path | None) -> None:
+    from cadence_fx.bench_plot import require_matplotlib
+    from cadence_fx.cli_bench import show_profile
+    from cadence_fx.profile_run import draw_timelines, profile_family
+
+    if torch.device(device).type != "cuda":
+        _stop("--profile needs a CUDA device: a CPU has no kernels to time")
+    with _rejections():
+        if plot is not None:
+            require_matplotlib()
+        with show.console.status("profiling"):
+            profile, found = profile_family(target, device=device, seed=seed, options=options)
+        show_profile(show, found)
+        show.json(found)
+        if plot is not None:
+            draw_timelines(profile, plot)
+            show.line(f"drawn to {plot}")
 
 
 def _transformed(family: Family, device: str, seed: int, **settings: Any) -> Any:

@@ -1,152 +1,139 @@
 """Where a chunk's device time goes: operators, kernels, concurrency, and the longest chain that nothing can shorten.
 
-Two measurements, both by torch's profiler. The program runs once as a chain, operator by operator, which gives each
-operator's kernels and their times when nothing runs beside them. A replay of its captured graph gives the span, the
-time in which at least one kernel ran, and how much ran at once. The critical path is the longest chain of dependent
-operators by these times: no assignment of operators to streams can be faster with the same kernels.
+The program runs once as a chain, operator by operator, which gives each operator's kernels and their times when nothing
+runs beside them. A replay of its captured graph gives the span, the time in which at least one kernel ran, and how much
+ran at once. The critical path is the longest chain of dependent operators by these times: no assignment of operators
+to streams can be faster with the same kernels. The slack gamma of a part is its time over its roofline bound.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 
-from cadence_fx.graph_dump import MEMCPY, MEMSET
+from cadence_fx.device_trace import MARK, Timeline, on_device, profiler, timeline_of
 from cadence_fx.program import Program
+from cadence_fx.roofline import Roofline
 from cadence_fx.schedule import dependencies
 from cadence_fx.specialise import FlatGraph, source_of
 
-__all__ = [
-    "Kernel",
-    "OperatorTime",
-    "Profile",
-    "critical_path",
-    "kernels_of",
-    "launch_counts",
-    "operator_times",
-    "profile_of",
-]
+__all__ = ["OUTSIDE", "OperatorTime", "Profile", "critical_path", "operator_times", "part_of", "profile_of"]
 
-_MARK = "cadence:"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel, copy or fill that ran on the device. Times in microseconds, ``start`` from an arbitrary zero."""
-
-    name: str
-    start: float
-    duration: float
-    stream: int
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
+OUTSIDE = "outside of boundaries"
 
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """An operator of the graph with the kernels that it launched, alone on the device."""
+    """An operator of the graph with the kernels that it launched, alone on the device.
+
+    Attributes:
+        part: the outermost boundary that it belongs to.
+        bound: roofline bound in microseconds; 0 where none was asked for.
+    """
 
     node: str
     target: str
     source: str
+    part: str
     microseconds: float
     kernels: tuple[str, ...]
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Device time of one signature. All times in milliseconds.
+    """Device time of one signature.
 
     Attributes:
         operators: in the graph's order; those that launch nothing are left out.
-        chain_ms: sum of all kernel times, run as a chain.
-        critical_ms: of the critical path, and ``critical`` the operators on it.
-        span_ms, busy_ms, sum_ms, kernels, streams: of a replay: first start to last end, time with at least one kernel
-            running, sum of kernel times, and how many there are; None if it is not captured.
+        critical: names of the operators on the critical path.
+        replay, stock: what the device did in a replay, and in a call of the stock module; None if not measured.
     """
 
     operators: tuple[OperatorTime, ...]
-    chain_ms: float
-    critical_ms: float
     critical: tuple[str, ...]
-    span_ms: float | None = None
-    busy_ms: float | None = None
-    sum_ms: float | None = None
-    kernels: int | None = None
-    streams: int | None = None
+    replay: Timeline | None = None
+    stock: Timeline | None = None
+
+    @property
+    def chain_ms(self) -> float:
+        """Sum of all kernel times, run as a chain."""
+        return sum(o.microseconds for o in self.operators) / 1e3
+
+    @property
+    def critical_ms(self) -> float:
+        """Sum over the critical path."""
+        chosen = set(self.critical)
+        return sum(o.microseconds for o in self.operators if o.node in chosen) / 1e3
+
+    def parts(self) -> list[dict[str, Any]]:
+        """For each part: operators, kernels, milliseconds as a chain and on the critical path, bound and slack."""
+        chosen, rows = set(self.critical), dict[str, dict[str, Any]]()
+        for o in self.operators:
+            row = rows.setdefault(
+                o.part,
+                {"part": o.part, "operators": 0, "kernels": 0, "chain_ms": 0.0, "critical_ms": 0.0, "bound_ms": 0.0},
+            )
+            row["operators"] += 1
+            row["kernels"] += len(o.kernels)
+            row["chain_ms"] += o.microseconds / 1e3
+            row["critical_ms"] += o.microseconds / 1e3 if o.node in chosen else 0.0
+            row["bound_ms"] += o.bound / 1e3
+        for row in rows.values():
+            row["gamma"] = row["chain_ms"] / row["bound_ms"] if row["bound_ms"] else None
+        return sorted(rows.values(), key=lambda row: -row["chain_ms"])
 
     def by_kernel(self) -> list[tuple[str, int, float]]:
-        """(kernel, launches, milliseconds), the most expensive first."""
-        count: dict[str, int] = defaultdict(int)
-        time: dict[str, float] = defaultdict(float)
-        for operator in self.operators:
-            for name in operator.kernels:
-                count[name] += 1
-                time[name] += operator.microseconds / len(operator.kernels) / 1e3
-        return sorted(((n, count[n], time[n]) for n in count), key=lambda row: -row[2])
+        """(kernel, launches, milliseconds), the most expensive first; an operator's time is split evenly."""
+        return _grouped((name, o.microseconds / len(o.kernels)) for o in self.operators for name in o.kernels)
 
     def by_target(self) -> list[tuple[str, int, float]]:
         """(ATen operator, calls, milliseconds), the most expensive first."""
-        count: dict[str, int] = defaultdict(int)
-        time: dict[str, float] = defaultdict(float)
-        for operator in self.operators:
-            count[operator.target] += 1
-            time[operator.target] += operator.microseconds / 1e3
-        return sorted(((n, count[n], time[n]) for n in count), key=lambda row: -row[2])
+        return _grouped((o.target, o.microseconds) for o in self.operators)
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["operators"] = len(self.operators)
-        found["by_target"] = self.by_target()
-        found["by_kernel"] = self.by_kernel()
-        return found
+        """JSON-safe values. ``times_critical`` is a replay's span as a multiple of the critical path."""
+        span = None if self.replay is None else self.replay.span_ms
+        return {
+            "operators": len(self.operators),
+            "chain_ms": self.chain_ms,
+            "critical_ms": self.critical_ms,
+            "critical_operators": len(self.critical),
+            "times_critical": span / self.critical_ms if span is not None and self.critical_ms else None,
+            "replay": None if self.replay is None else self.replay.to_dict(),
+            "stock": None if self.stock is None else self.stock.to_dict(),
+            "parts": self.parts(),
+            "by_target": self.by_target(),
+            "by_kernel": self.by_kernel(),
+        }
 
 
-def _profiler() -> torch_profile:
-    # acc_events: there is one cycle, and torch warns of events that get lost between cycles.
-    return torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+def _grouped(rows: Any) -> list[tuple[str, int, float]]:
+    count: dict[str, int] = defaultdict(int)
+    time: dict[str, float] = defaultdict(float)
+    for name, microseconds in rows:
+        count[name] += 1
+        time[name] += microseconds / 1e3
+    return sorted(((name, count[name], time[name]) for name in count), key=lambda row: -row[2])
 
 
-def kernels_of(run: Callable[[], Any], device: torch.device) -> list[Kernel]:
-    """What ``run`` makes the device do, by start time."""
-    torch.cuda.synchronize(device)
-    with _profiler() as trace:
-        run()
-        torch.cuda.synchronize(device)
-    events = trace.profiler.kineto_results.events()
-    found = [
-        Kernel(e.name(), e.start_ns() / 1e3, e.duration_ns() / 1e3, e.device_resource_id())
-        for e in events
-        if _on_device(e)
-    ]
-    return sorted(found, key=lambda k: k.start)
+def part_of(node: fx.Node) -> str:
+    """The outermost boundary that an operator was traced in."""
+    where = node.meta.get("where", ())
+    return str(where[0][0]) if where else OUTSIDE
 
 
-def launch_counts(run: Callable[[], Any], device: torch.device) -> Counter[str]:
-    """How often ``run`` launches each kernel, by the names that `cadence_fx.graph_dump.launches` uses."""
-    kinds = (("Memset", MEMSET), ("Memcpy", MEMCPY))
-    found: Counter[str] = Counter()
-    for kernel in kernels_of(run, device):
-        found[next((kind for prefix, kind in kinds if kernel.name.startswith(prefix)), kernel.name)] += 1
-    return found
-
-
-def _on_device(event: Any) -> bool:
-    return event.device_type() == DeviceType.CUDA and not event.name().startswith(_MARK)
-
-
-def operator_times(flat: FlatGraph, module: torch.nn.Module, inputs: Sequence[Any]) -> tuple[OperatorTime, ...]:
+def operator_times(
+    flat: FlatGraph, module: torch.nn.Module, inputs: Sequence[Any], roofline: Roofline | None = None
+) -> tuple[OperatorTime, ...]:
     """Run a graph as a chain and attribute each kernel to the operator that launched it."""
     nodes = list(flat.graph.nodes)
 
@@ -160,24 +147,27 @@ def operator_times(flat: FlatGraph, module: torch.nn.Module, inputs: Sequence[An
                 env[node] = getattr(module, str(node.target))
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-                with record_function(f"{_MARK}{i}"):
+                with record_function(f"{MARK}{i}"):
                     env[node] = node.target(*args, **kwargs)
 
     with torch.no_grad():
-        run()
+        run()  # kernels load
         torch.cuda.synchronize()
-        with _profiler() as trace:
+        with profiler() as trace:
             run()
             torch.cuda.synchronize()
-    return _attributed(nodes, trace.profiler.kineto_results.events())
+    return attributed(nodes, trace.profiler.kineto_results.events(), roofline)
 
 
-def _attributed(nodes: Sequence[fx.Node], events: Sequence[Any]) -> tuple[OperatorTime, ...]:
+def attributed(
+    nodes: Sequence[fx.Node], events: Sequence[Any], roofline: Roofline | None = None
+) -> tuple[OperatorTime, ...]:
+    """Operators with the device events that were launched within their ranges."""
     cpu = DeviceType.CPU
     marks = sorted(
-        (e.start_ns(), e.start_ns() + e.duration_ns(), int(e.name()[len(_MARK) :]))
+        (e.start_ns(), e.start_ns() + e.duration_ns(), int(e.name()[len(MARK) :]))
         for e in events
-        if e.device_type() == cpu and e.name().startswith(_MARK)
+        if e.device_type() == cpu and e.name().startswith(MARK)
     )
     starts = [start for start, _, _ in marks]
 
@@ -189,7 +179,7 @@ def _attributed(nodes: Sequence[fx.Node], events: Sequence[Any]) -> tuple[Operat
     times: dict[int, float] = defaultdict(float)
     names: dict[int, list[str]] = defaultdict(list)
     for event in events:
-        if not _on_device(event):
+        if not on_device(event):
             continue
         at = launched_by.get(event.linked_correlation_id(), launched_by.get(event.correlation_id()))
         index = None if at is None else owner(at)
@@ -197,9 +187,12 @@ def _attributed(nodes: Sequence[fx.Node], events: Sequence[Any]) -> tuple[Operat
             times[index] += event.duration_ns() / 1e3
             names[index].append(event.name())
     return tuple(
-        OperatorTime(nodes[i].name, str(nodes[i].target), source_of(nodes[i]), times[i], tuple(names[i]))
+        OperatorTime(
+            nodes[i].name, str(nodes[i].target), source_of(nodes[i]), part_of(nodes[i]), times[i], tuple(names[i]),
+            0.0 if roofline is None else roofline.microseconds(nodes[i]),
+        )
         for i in sorted(times)
-    )
+    )  # fmt: skip
 
 
 def critical_path(flat: FlatGraph, microseconds: dict[str, float]) -> tuple[float, tuple[str, ...]]:
@@ -228,30 +221,20 @@ def critical_path(flat: FlatGraph, microseconds: dict[str, float]) -> tuple[floa
     return total, tuple(reversed(path))
 
 
-def profile_of(program: Program, inputs: Sequence[Any], replay: Callable[[], Any] | None = None) -> Profile:
+def profile_of(
+    program: Program,
+    inputs: Sequence[Any],
+    replay: Callable[[], Any] | None = None,
+    roofline: Roofline | None = None,
+) -> Profile:
     """Profile a program on ``inputs``, and ``replay`` as the call of its captured graph if there is one.
 
     The program writes its regions: live state must have been saved.
     """
-    operators = operator_times(program.flat, program.module, inputs)
-    chain = sum(o.microseconds for o in operators)
-    critical, path = critical_path(program.flat, {o.node: o.microseconds for o in operators})
+    operators = operator_times(program.flat, program.module, inputs, roofline)
+    _, path = critical_path(program.flat, {o.node: o.microseconds for o in operators})
     if replay is None:
-        return Profile(operators, chain / 1e3, critical / 1e3, path)
+        return Profile(operators, path)
     replay()
     device = next(t.device for t in inputs if isinstance(t, torch.Tensor))
-    ran = kernels_of(replay, device)
-    return Profile(
-        operators, chain / 1e3, critical / 1e3, path,
-        (max(k.end for k in ran) - ran[0].start) / 1e3, union(ran) / 1e3, sum(k.duration for k in ran) / 1e3,
-        len(ran), len({k.stream for k in ran}),
-    )  # fmt: skip
-
-
-def union(kernels: Sequence[Kernel]) -> float:
-    """Microseconds in which at least one kernel ran; ``kernels`` by start time."""
-    total, until = 0.0, float("-inf")
-    for kernel in kernels:
-        total += max(0.0, kernel.end - max(kernel.start, until))
-        until = max(until, kernel.end)
-    return total
+    return Profile(operators, path, timeline_of(replay, device))

@@ -23,6 +23,7 @@ from tests.bench_target import TARGET
 
 SPEC = Spec(TARGET, "B0", "cpu", chunks=6, blocks=2, seed=0)
 WRONG = "tests.bench_target:WRONG"
+SAVED: list[BenchResult] = []  # what an interruption of that run would have left, after each cell
 
 
 # ---------------------------------------------------------------------------------------------- real processes
@@ -32,7 +33,9 @@ def run() -> tuple[BenchResult, list[Event]]:
     events: list[Event] = []
     failing = ["SRc", "tests.bench_target:DIES", "tests.bench_target:RAISES"]
     cells = ["S", "ours", WRONG, *failing]
-    found = bench(TARGET, device="cpu", chunks=6, blocks=2, cells=cells, jobs=2, progress=events.append)
+    found = bench(
+        TARGET, device="cpu", chunks=6, blocks=2, cells=cells, jobs=2, progress=events.append, save=SAVED.append
+    )
     return found, events
 
 
@@ -105,6 +108,21 @@ def test_a_cell_that_takes_too_long_is_ended() -> None:
     worker.close()  # a second time
 
 
+def test_what_is_measured_is_saved_cell_by_cell(run: tuple[BenchResult, list[Event]]) -> None:
+    names = [cell.name for cell in run[0].cells]
+    assert len(SAVED) == len(names)
+    measured = [sum(cell.measured is not None for cell in result.cells) for result in SAVED]
+    assert measured[:3] == [1, 2, 3]
+    assert json.loads(json.dumps(SAVED[0].to_dict()))["cells"]["B0"]["p50_ms"] > 0
+
+
+def test_cells_that_are_not_ready_in_the_time_for_all_are_left_out() -> None:
+    cells = ["tests.bench_target:SLEEPS"]
+    found = bench(TARGET, device="cpu", chunks=6, blocks=1, cells=cells, jobs=2, prepare_within=0.0)
+    assert not found.ok
+    assert all(cell.error.startswith("preparing took more than 0.") for cell in found.cells)
+
+
 # ---------------------------------------------------------------------------------------------- in this process
 def block(seed: int, times: list[float], **changes: Any) -> Block:
     names = [f"{i}" for i in range(len(times))]
@@ -112,7 +130,9 @@ def block(seed: int, times: list[float], **changes: Any) -> Block:
 
 
 def cell(name: str, *blocks: Block, peak: int = 0, growing: int = 0) -> CellResult:
-    return CellResult(name, name, Measured(growing=growing, prepare_peak_bytes=peak, blocks=list(blocks)))
+    return CellResult(
+        name, name, Measured(growing=growing, prepare_peak_bytes=peak, serving_peak_bytes=peak, blocks=list(blocks))
+    )
 
 
 def test_chunks_whose_state_still_grows_are_in_no_quantile() -> None:
@@ -141,6 +161,7 @@ def test_ratios_are_there_for_what_was_measured() -> None:
     ratios = BenchResult(SPEC, (*cells, CellResult("R", "failed", None, "why"))).ratios()
     assert {name: round(ratio["ratio"], 3) for name, ratio in ratios.items()} == {
         "p50 B0/SRc": 2.0, "p50 B0/ours": 4.0, "p50 SRc/ours": 2.0, "peak SRc/B0": 0.75, "peak ours/B0": 0.0,
+        "serving peak SRc/B0": 0.75, "serving peak ours/B0": 0.0,
     }  # fmt: skip
 
 

@@ -373,6 +373,7 @@ def test_graph_writes_into_the_folder_asked_for(fakes: Fakes, run: RunCli, capsy
         (("verify", "token2wav", "-o", "5"), "--option '5': write NAME=VALUE"),
         (("verify", "token2wav", "--device", "gpu"), "--device 'gpu': expected cpu, cuda or cuda:N"),
         (("verify", "token2wav", "--device", "cuda:99"), "--device cuda:99: torch"),
+        (("bench", "token2wav", "--device", "cpu", "--profile"), "--profile needs a CUDA device: a CPU has no kernels"),
         (("verify", "token2wav", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
         (("verify", "json:no_such"), "json has no 'no_such'"),
         (("verify", "no_such_module:make"), "needs the module 'no_such_module'"),

@@ -1,0 +1,115 @@
+"""Profiles a family: one steady chunk of stock and one of ours, on the same device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cadence_fx.catalog import settling
+from cadence_fx.contract import Contract
+from cadence_fx.device_trace import Timeline, timeline_of
+from cadence_fx.errors import CadenceError
+from cadence_fx.families import Family, load
+from cadence_fx.module import CadenceModule, transform
+from cadence_fx.profile import Profile, profile_of
+from cadence_fx.roofline import Roofline
+from cadence_fx.traffic import SessionMemory
+
+__all__ = ["draw_timelines", "profile_family"]
+
+_LANES = 16  # streams that a picture shows, those with most work
+
+
+def profile_family(
+    target: str, *, device: str, seed: int = 0, options: Mapping[str, Any] | None = None
+) -> tuple[Profile, dict[str, Any]]:
+    """The profile of a family's steady chunk, and the JSON of ``cadence-fx bench --profile``.
+
+    cuDNN's deterministic kernels are pinned meanwhile, as in the benchmark.
+
+    Raises:
+        CadenceError: there is no such family, or the steady chunk was not captured; says why.
+    """
+    on = torch.device(device)
+    pinned = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        family = load(target, **(options or {}))
+        contract = family.contract()
+        roofline = Roofline.of(on)
+        decoder = family.build_random(device, seed)
+        with torch.no_grad():
+            stock = _stock_chunk(decoder, family, contract, seed)
+        fast = transform(decoder, contract)
+        del decoder
+        gc.collect()  # modules hold themselves in cycles, and stock's buffers are large
+        profile = _steady(fast, roofline)
+        profile = Profile(profile.operators, profile.critical, profile.replay, stock)
+    finally:
+        torch.backends.cudnn.deterministic = pinned
+    found = {
+        "family": target,
+        "device": torch.cuda.get_device_name(on),
+        "torch": torch.__version__,
+        "bytes_per_second": roofline.bytes_per_second,
+        "flops_per_second": roofline.flops_per_second,
+        **profile.to_dict(),
+    }
+    return profile, found
+
+
+def _stock_chunk(decoder: nn.Module, family: Family, contract: Contract, seed: int) -> Timeline:
+    """What the device does in the last of enough chunks that the shapes repeat."""
+    memory = SessionMemory.of(contract)
+    steps = list(family.stream(decoder, contract, seed, settling(contract) + 3))
+    for step in steps[:-1]:
+        step.action(decoder, memory)
+    return timeline_of(lambda: steps[-1].action(decoder, memory), next(decoder.parameters()).device)
+
+
+def _steady(fast: CadenceModule, roofline: Roofline) -> Profile:
+    signature = fast.steady_signature()
+    with torch.no_grad():
+        program = fast._compile(signature)
+    captures = fast._captures
+    if captures is None:
+        raise CadenceError("profiles need captures, and this device has none")
+    row = captures.capture(program)
+    inputs = captures.examples(program)
+    if row.binding is None:
+        raise CadenceError(f"the steady chunk was not captured: {'; '.join(map(str, row.refusals)) or 'it is cut'}")
+    binding, engine = row.binding, captures.engine
+    return profile_of(program, inputs, lambda: engine.replay(binding, inputs), roofline)
+
+
+def draw_timelines(profile: Profile, path: Path | str) -> None:
+    """Draw when kernels ran, stock above ours: one line for each stream, the same scale of time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [(n, t) for n, t in (("stock", profile.stock), ("ours", profile.replay)) if t is not None and t.kernels]
+    if not shown:
+        raise CadenceError("there is no timeline to draw: nothing ran on a device")
+    figure = Figure(figsize=(12, 1.6 + 1.9 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (name, timeline) in zip(axes, shown, strict=True):
+        start = timeline.kernels[0].start
+        by_stream: dict[int, list[tuple[float, float]]] = {}
+        for kernel in timeline.kernels:
+            by_stream.setdefault(kernel.stream, []).append(((kernel.start - start) / 1e3, kernel.duration / 1e3))
+        lanes = sorted(by_stream.values(), key=lambda spans: -sum(length for _, length in spans))[:_LANES]
+        for lane, spans in enumerate(lanes):
+            axis.broken_barh(spans, (lane - 0.4, 0.8), color="#7f7f7f" if name == "stock" else "#d95f02", linewidth=0)
+        axis.set_yticks([])
+        axis.set_ylim(len(lanes) - 0.5, -0.5)
+        text = f"{name}: {len(timeline.kernels):,} kernels in {timeline.span_ms:.1f} ms, busy {timeline.busy_ms:.1f} ms"
+        hidden = len(by_stream) - len(lanes)
+        axis.set_title(text + (f" ({hidden} more streams not drawn)" if hidden else ""), fontsize=10, loc="left")
+    axes[-1].set_xlabel("ms since the first kernel; one row for each stream of the device")
+    figure.savefig(path, dpi=150)
