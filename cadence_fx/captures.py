@@ -20,6 +20,7 @@ from cadence_fx.certify import Certificate, certify
 from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.device_trace import launch_counts
+from cadence_fx.footprint import Pool
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.graph_edits import Converted, EditCounts
 from cadence_fx.live_state import Generators, StartState
@@ -54,6 +55,7 @@ class ClassRow:
         schedule: how operators are spread over streams.
         guarantee: whose bits a replay gives.
         edits: what was changed in the recorded graph.
+        predicted: bytes that the capture was to take, see `cadence_fx.footprint`; of one graph only.
     """
 
     signature: Signature
@@ -64,6 +66,7 @@ class ClassRow:
     bindings: Mapping[str, Binding] = field(default_factory=dict)
     guarantee: str = AS_STOCK
     edits: EditCounts | None = None
+    predicted: int = 0
 
     @property
     def captured(self) -> bool:
@@ -87,7 +90,7 @@ class ClassRow:
                 {"name": s.name, "captured": s.name in self.bindings, "reason": s.reason, "operators": len(s.nodes)}
                 for s in segments
             ],
-            "predicted_bytes": sum(b.predicted_bytes for b in self.all_bindings),
+            "predicted_bytes": self.predicted or sum(b.predicted_bytes for b in self.all_bindings),
             "measured_bytes": sum(b.measured_bytes for b in self.all_bindings),
             "seconds": round(sum(b.seconds for b in self.all_bindings), 3),
             "refusals": [r.to_dict() for r in self.refusals],
@@ -127,7 +130,7 @@ class Captures:
         # The same side streams for every capture: memory that one graph has freed on a stream serves the next graph's
         # work on that stream only, and the matrix library keeps a workspace for each stream that it has seen.
         self.side_streams = CudaStreams(self.memory.device)
-        self.converted = Converted()
+        self.converted, self.pool = Converted(), Pool()
 
     # ------------------------------------------------------------------------------------------- capture
     def plan(self, wanted: Sequence[Signature]) -> None:
@@ -163,9 +166,11 @@ class Captures:
         if found is None:
             return ClassRow(program.signature, None, tuple(refusals))
         binding, variant, guarantee = found
+        self.pool = variant.pool
         return ClassRow(
-            program.signature, binding, tuple(refusals), variant.label, guarantee=guarantee, edits=variant.counts
-        )
+            program.signature, binding, tuple(refusals), variant.label, guarantee=guarantee, edits=variant.counts,
+            predicted=variant.predicted + binding.predicted_bytes,
+        )  # fmt: skip
 
     def _first(
         self, program: Program, refusals: list[Refusal], guarantee: str = AS_STOCK
@@ -183,7 +188,7 @@ class Captures:
 
     def variants(self, program: Program) -> list[Variant]:
         """Ways to run a program under capture, the fastest first."""
-        return variants(program, self.side_streams, self.streams, self.edits, self.converted)
+        return variants(program, self.side_streams, self.streams, self.edits, self.converted, self.pool)
 
     def _can_pin(self) -> bool:
         return not torch.backends.cudnn.deterministic
@@ -354,7 +359,7 @@ class Captures:
         """Drop all graphs at once: they share a pool, and none may leave it alone."""
         self.engine.retire()
         self.rows.clear()
-        self.converted = Converted()
+        self.converted, self.pool = Converted(), Pool()
 
     def describe(self) -> list[str]:
         """One line per signature, for people."""

@@ -23,6 +23,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -36,6 +37,7 @@ from cadence_fx.scheduled_run import Launched
 __all__ = ["Constant", "Converted", "EditCounts", "prepare_early", "run_once"]
 
 aten = torch.ops.aten
+K = TypeVar("K")
 PRODUCTS = frozenset({aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default})
 # Kernels of torch itself: they touch their operator's tensors and no workspace of a library.
 _TORCH = ("at::native::", "at_cuda_detail::", "PyTorchMemEffAttention::", "pytorch_flash::")
@@ -95,7 +97,16 @@ class Converted:
     def choose(self, found: Sequence[_Conversion]) -> list[tuple[int, str]]:
         """The conversions, by key, that a graph adds within the limit."""
         uses = Counter(c.key for c in found if c.key not in self.memory)
-        sizes = {c.key: c.constant.converted_bytes + _GUARD for c in found}
+        return self._within(uses, {c.key: c.constant.converted_bytes + _GUARD for c in found})
+
+    def expected(self, uses: Counter[Constant]) -> int:
+        """Bytes that a graph will add if each of these constants is converted by one kernel."""
+        known = {address for address, _ in self.memory}
+        new = Counter({constant: n for constant, n in uses.items() if constant.address not in known})
+        sizes = {constant: constant.converted_bytes + _GUARD for constant in new}
+        return sum(sizes[constant] for constant in self._within(new, sizes))
+
+    def _within(self, uses: Counter[K], sizes: Mapping[K, int]) -> list[K]:
         room, chosen = self.limit - self.nbytes, []
         for key in sorted(uses, key=lambda k: uses[k] / sizes[k], reverse=True):
             if sizes[key] <= room:

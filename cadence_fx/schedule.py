@@ -166,22 +166,27 @@ def _reduced(
 
 
 def _chains(order: list[fx.Node], edges: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, int]:
-    """The fewest chains along reduced edges that cover all operators, by a maximum matching."""
+    """The fewest chains along reduced edges that cover all operators, by a maximum matching.
+
+    Operators are numbers to the matching, whose result depends on the order in which sets are walked: the same graph
+    has the same schedule in every process.
+    """
+    count = len(order)
+    position = {node: i for i, node in enumerate(order)}
     bipartite = networkx.Graph()
-    bipartite.add_nodes_from((("out", n) for n in order), bipartite=0)
-    bipartite.add_nodes_from((("in", n) for n in order), bipartite=1)
-    bipartite.add_edges_from((("out", p), ("in", n)) for n in order for p in edges[n])
-    matching = networkx.bipartite.hopcroft_karp_matching(bipartite, top_nodes=[("out", n) for n in order])
-    chain: dict[fx.Node, int] = {}
-    count = 0
-    for node in order:
-        matched = matching.get(("in", node))
-        if matched is not None:
-            chain[node] = chain[matched[1]]
+    bipartite.add_nodes_from(range(2 * count))  # first as predecessors, then as successors
+    bipartite.add_edges_from((position[p], count + i) for i, node in enumerate(order) for p in edges[node])
+    matching = networkx.bipartite.hopcroft_karp_matching(bipartite, top_nodes=range(count))
+    chain: list[int] = []
+    chains = 0
+    for i in range(count):
+        before = matching.get(count + i)
+        if before is None:
+            chain.append(chains)
+            chains += 1
         else:
-            chain[node] = count
-            count += 1
-    return chain
+            chain.append(chain[before])
+    return dict(zip(order, chain, strict=True))
 
 
 def _streams(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from cadence_fx.effects import mutated_bases
+from cadence_fx.footprint import CONVOLUTIONS, Pool, pool_bytes, workspace_bytes
 from cadence_fx.graph_dump import driver
 from cadence_fx.graph_edits import Constant, Converted, EditCounts, prepare_early, run_once
 from cadence_fx.launch_graph import RawGraph
@@ -22,15 +26,26 @@ __all__ = ["Variant", "variants"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way. ``edit`` changes the recorded graph and returns the bytes that it took; ``counts`` says what it did."""
+    """One way.
+
+    Attributes:
+        edit: changes the recorded graph and returns the bytes that this took.
+        counts: what it did.
+        predicted: bytes that the capture will take from the device beside its static inputs; ``pool`` is the model of
+            the memory pool as the capture leaves it.
+    """
 
     label: str
     run: Callable[..., Any]
     edit: Callable[[int], int] | None = None
     counts: EditCounts | None = None
+    predicted: int = 0
+    pool: Pool = field(default_factory=Pool)
 
 
-def variants(program: Program, streams: CudaStreams, count: int, edits: bool, converted: Converted) -> list[Variant]:
+def variants(
+    program: Program, streams: CudaStreams, count: int, edits: bool, converted: Converted, pool: Pool
+) -> list[Variant]:
     """The variants of a program, each of which falls back to the next if it is not certified.
 
     Args:
@@ -38,8 +53,9 @@ def variants(program: Program, streams: CudaStreams, count: int, edits: bool, co
         count: of streams; 1 leaves the chain alone.
         edits: whether recorded graphs are edited; needs ``cuda.bindings``.
         converted: constants in other layouts, shared by all captures.
+        pool: the model of the memory pool as earlier captures left it; it is not changed.
     """
-    chain = Variant("chain", program.run)
+    chain = _predicted(program, None, streams.device, pool, Variant("chain", program.run))
     if count < 2 or streams.device.type != "cuda":
         return [chain]
     planned = schedule(program.flat, count)
@@ -47,10 +63,19 @@ def variants(program: Program, streams: CudaStreams, count: int, edits: bool, co
     def run(*inputs: Any) -> tuple[Any, ...]:
         return run_scheduled(program.flat, program.module, planned, streams, inputs)
 
-    scheduled = Variant(planned.summary(), run)
+    scheduled = _predicted(program, planned, streams.device, pool, Variant(planned.summary(), run))
     if not edits or driver() is None:
         return [scheduled, chain]
-    return [_edited(program, planned, streams, converted), scheduled, chain]
+    edited = _predicted(program, planned, streams.device, pool, _edited(program, planned, streams, converted))
+    return [edited, scheduled, chain]
+
+
+def _predicted(
+    program: Program, planned: Schedule | None, device: torch.device, pool: Pool, variant: Variant
+) -> Variant:
+    after = copy.deepcopy(pool)
+    grown = pool_bytes(program.flat, planned, after, workspace_bytes(device))
+    return replace(variant, predicted=variant.predicted + grown, pool=after)
 
 
 def _edited(program: Program, planned: Schedule, streams: CudaStreams, converted: Converted) -> Variant:
@@ -71,7 +96,17 @@ def _edited(program: Program, planned: Schedule, streams: CudaStreams, converted
         counts.nbytes += slots.nbytes
         return counts.nbytes
 
-    return Variant(planned.summary(), run, edit, counts)
+    return Variant(planned.summary(), run, edit, counts, slots.nbytes + converted.expected(_convolved(program)))
+
+
+def _convolved(program: Program) -> Counter[Constant]:
+    """Constants that convolutions read as weights, and how often: what conversions will be found for."""
+    constants, found = _constants(program), Counter[Constant]()
+    for node in program.flat.graph.nodes:
+        if node.target in CONVOLUTIONS and isinstance(node.args[1], fx.Node) and node.args[1].op == "get_attr":
+            constant = constants.get(getattr(program.module, str(node.args[1].target)).data_ptr())
+            found.update(() if constant is None else (constant,))
+    return found
 
 
 def _lasting(slots: OutputSlots) -> Callable[[int, int], bool]:

@@ -79,6 +79,16 @@ def test_every_dependency_is_kept_by_stream_order_or_by_a_wait() -> None:
     assert all(needs <= done[node] for node, needs in dependencies(found.flat).items())
 
 
+def test_a_graph_has_one_schedule() -> None:
+    """Two traces of the same module, whose nodes are other objects with other hashes."""
+    plans = []
+    for _ in range(2):
+        found, _, _ = program()
+        planned = schedule(found.flat, 4)
+        plans.append([(node.name, stream) for node, stream in planned.stream.items()])
+    assert plans[0] == plans[1]
+
+
 def test_what_each_operator_recorded_is_noted_in_order() -> None:
     found, inputs, _ = program()
     backend, launched = Streams(), list[Launched]()
