@@ -90,7 +90,7 @@ def bench(
     say = progress if progress is not None else lambda event: None
     together = jobs or _jobs(device)
     run = _Run({name: dataclasses.replace(spec, cell=name) for name in names}, timeout, say, together)
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = command_line(sys.argv[1:])
 
     def result() -> BenchResult:
         rows = (
@@ -116,6 +116,11 @@ def bench(
             for name in names:
                 measure(name)
     return result()
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command that a result can be made again with: files by their names, not where they lay on this machine."""
+    return shlex.join(["cadence-fx", *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
 
 
 def cell_names(cells: Sequence[str] | None) -> list[str]:

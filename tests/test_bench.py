@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cadence_fx.bench import BenchResult, Event, bench, cell_names
+from cadence_fx.bench import BenchResult, Event, bench, cell_names, command_line
 from cadence_fx.bench_cells import CELLS, all_cells, find_cell
 from cadence_fx.bench_process import WorkerFailed, WorkerProcess
 from cadence_fx.bench_protocol import Block, Measured, Spec
@@ -225,3 +225,10 @@ def test_a_spec_and_a_result_survive_json() -> None:
     assert Spec.from_json(spec.to_json()) == spec
     found = Measured(growing=2, blocks=[block(1, [1.0])], stats={"calls": 3})
     assert Measured.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_the_command_of_a_result_tells_nothing_of_the_machine() -> None:
+    found = command_line(
+        ["bench", "token2wav", "--json", "/somewhere/out/x.json", "--cells", "B0,ours", "--plot", "p.png"]
+    )
+    assert found == "cadence-fx bench token2wav --json x.json --cells B0,ours --plot p.png"
