@@ -15,6 +15,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import networkx
@@ -46,7 +47,7 @@ class Segment:
         inputs, outputs: names of the values that it takes and returns (a tuple); one that it writes in place is both.
         reads, writes: attributes whose memory it reads or writes.
         draws: it moves a generator.
-        module: runs it; attributes are those that `partition` was given.
+        make: makes the module that runs it; attributes are those that `partition` was given.
     """
 
     name: str
@@ -59,7 +60,12 @@ class Segment:
     reads: frozenset[str]
     writes: frozenset[str]
     draws: bool
-    module: fx.GraphModule
+    make: Callable[[], fx.GraphModule]
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """Runs the segment. Made when first needed: a graph that is captured whole needs the cuts and not the code."""
+        return self.make()
 
 
 Runner = Callable[[Segment, Sequence[Any]], Sequence[Any]]
@@ -316,7 +322,7 @@ class _Cutter:
             name, capturable, reason, tuple(nodes[0].meta.get("where") or ()) if nodes else (),
             tuple(n.name for n in nodes), tuple(n.name for n in inputs), names,
             frozenset(str(n.target) for n in used), frozenset(str(n.target) for n in changed if n.op == "get_attr"),
-            any(is_random(n) for n in nodes), self.module(graph),
+            any(is_random(n) for n in nodes), lambda: self.module(graph),
         )  # fmt: skip
 
     def written_value(self, node: fx.Node) -> fx.Node:

@@ -25,9 +25,15 @@ from cadence_fx.effects import is_random, view_input, written
 from cadence_fx.movement import view_piece
 from cadence_fx.specialise import FlatGraph
 
+aten = torch.ops.aten
+
 __all__ = ["Schedule", "dependencies", "is_view", "memory_owners", "readers", "schedule"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+# Operators that are views or copies depending on strides count as work.
+_MAY_COPY = frozenset({
+    aten.reshape.default, aten.contiguous.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,19 +91,7 @@ def dependencies(flat: FlatGraph) -> dict[fx.Node, set[fx.Node]]:
 
 def is_view(node: fx.Node) -> bool:
     """True for a node that launches nothing: its value is a view of an argument."""
-    return view_input(node) is not None and not written(node) and not _may_copy(node)
-
-
-def _may_copy(node: fx.Node) -> bool:
-    """Operators that are views or copies depending on strides count as work."""
-    aten = torch.ops.aten
-    return node.target in {
-        aten.reshape.default,
-        aten.contiguous.default,
-        aten.to.dtype,
-        aten.to.device,
-        aten.to.dtype_layout,
-    }
+    return view_input(node) is not None and not written(node) and node.target not in _MAY_COPY
 
 
 def memory_owners(node: fx.Node) -> Iterator[fx.Node]:
