@@ -11,7 +11,8 @@ STAMP       := $(VENV)/.installed
 PIP         := $(BIN)/python -m pip --disable-pip-version-check
 TORCH       ?= torch==2.13.0
 # Tracing and rewriting use one core: two processes, one thread each, take two thirds of the time of one with two.
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PROCESSES   ?= -n 2 --dist worksteal
+PYTEST_ARGS ?=
 GPU_PYTHON  ?=
 
 # The first interpreter that is new enough; PYTHON=... overrides the search.
@@ -45,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest --timeout 900 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --timeout 900 $(PROCESSES) $(PYTEST_ARGS)
 
 gpu-test: $(if $(GPU_PYTHON),,$(STAMP))
 	@$(or $(GPU_PYTHON),$(BIN)/python) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
