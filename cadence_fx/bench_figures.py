@@ -57,7 +57,7 @@ def _surroundings(found: Mapping[str, Any]) -> str:
     )
 
 
-CELL_COLUMNS = ("cell", "", "p50 ms", "p95 ms", "stock / cell", "peak MiB", "of stock's", "bits")
+CELL_COLUMNS = ("cell", "", "p50 ms", "p95 ms", "stock / cell", "peak MiB", "of stock's", "serving MiB", "bits")
 VARIANT_COLUMNS = ("variant", "stock p50 ms", "ours p50 ms", "stock / ours", "peak of stock's", "bits")
 _BITS = {True: "equal", False: "differ", None: "-"}
 
@@ -69,12 +69,13 @@ def _cell_rows(found: Mapping[str, Any]) -> list[list[str]]:
             continue
         shown = f"`{name}`"
         if cell["p50_ms"] is None:
-            rows.append([shown, cell["title"], "-", "-", "-", "-", "-", f"fails: {cell['error'].splitlines()[0][:80]}"])
+            rows.append(
+                [shown, cell["title"], "-", "-", "-", "-", "-", "-", f"fails: {cell['error'].splitlines()[0][:80]}"]
+            )
             continue
-        rows.append(
-            [shown, cell["title"], f"{cell['p50_ms']:.1f}", f"{cell['p95_ms']:.1f}", _ratio(found, f"p50 B0/{name}"),
-             _whole(cell["peak_mib"]), _share(found, name), _BITS[cell["bits_equal"]]]
-        )  # fmt: skip
+        times = [f"{cell['p50_ms']:.1f}", f"{cell['p95_ms']:.1f}", _ratio(found, f"p50 B0/{name}")]
+        memory = [_whole(cell["peak_mib"]), _share(found, name), _whole(cell.get("serving_peak_mib"))]
+        rows.append([shown, cell["title"], *times, *memory, _BITS[cell["bits_equal"]]])
     return rows
 
 
