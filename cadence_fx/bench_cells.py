@@ -90,6 +90,13 @@ def _captured(family: Family, device: str, seed: int, granularity: Granularity) 
     return fast.warmup().seal()
 
 
+def _from_host(family: Family, device: str, seed: int) -> nn.Module:
+    """The product of a decoder that was built on the host: the device never holds the vendor's buffers."""
+    fast = transform(family.build_random("cpu", seed), family.contract(), device=device)
+    gc.collect()
+    return fast.warmup().seal()
+
+
 def _product(family: Family, device: str, seed: int, **settings: Any) -> nn.Module:
     return _transformed(family, device, seed, **settings).warmup().seal()
 
@@ -105,6 +112,7 @@ CELLS: Mapping[str, Cell] = {
         Cell("SR", "state rule and replay, by solver step", partial(_captured, granularity="step")),
         Cell("SRc", "state rule and replay, by chunk", partial(_captured, granularity="chunk")),
         Cell("ours_chain", "cadence_fx on one stream", partial(_product, streams=1)),
+        Cell("ours_host", "cadence_fx of a decoder built on the host", _from_host),
         Cell("ours", "cadence_fx", _product),
     )
 }

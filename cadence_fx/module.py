@@ -22,7 +22,7 @@ import torch
 from cadence_fx.captures import Captures
 from cadence_fx.catalog import Signature, signatures
 from cadence_fx.compiler import CALL_HOOKS, Compiler
-from cadence_fx.contract import Arg, Contract, Entry
+from cadence_fx.contract import Arg, Attr, Contract, Entry, Region
 from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.inspection import Inspection
 from cadence_fx.memory import Memory
@@ -33,7 +33,7 @@ from cadence_fx.places import bind, get_path, set_path
 from cadence_fx.program import Program, describe
 from cadence_fx.signature_table import SignatureTable
 from cadence_fx.stock import Stock
-from cadence_fx.twin import make_twin
+from cadence_fx.twin import make_twin, relocate
 from cadence_fx.weights import WeightWatch
 
 __all__ = ["CadenceModule", "eager"]
@@ -79,6 +79,7 @@ class CadenceModule(Inspection):
     ) -> None:
         super().__init__()
         twin = make_twin(module)
+        relocate(twin, device, frozenset(p.path for p in map(_scratch_place, contract.regions) if p is not None))
         calls = inspect.signature(module.forward)
         memory = Memory(contract, device)
         compiler = Compiler(twin, contract, memory, calls, skip=skip)
@@ -389,6 +390,10 @@ class CadenceModule(Inspection):
         return dict(self._programs)
 
 
+def _scratch_place(region: Region) -> Attr | None:
+    return region.enters if region.mutability == "scratch" and isinstance(region.enters, Attr) else None
+
+
 def transform(
     module: torch.nn.Module,
     contract: Contract,
@@ -411,7 +416,8 @@ def transform(
         module: in eval mode.
         contract: its declaration.
         skip: names of passes to leave out.
-        device: of the state; the parameters' by default.
+        device: of the state; the parameters' by default. On another device than the parameters' the result has copies
+            of the weights there: a module on the host whose oversized buffers never reach the GPU.
         backend: "cuda" captures one graph per signature in `CadenceModule.warmup`, "plan" runs the rewritten graph
             operator by operator, "auto" is "cuda" where the state is on a GPU and CADENCE_CAPTURE is not 0.
         streams: streams that a capture may use for independent branches.

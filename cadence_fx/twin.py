@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["make_twin"]
+__all__ = ["make_twin", "relocate"]
 
 M = TypeVar("M", bound=torch.nn.Module)
 _MODULE_DICTS = ("_parameters", "_buffers")
@@ -34,6 +34,27 @@ def make_twin(module: M, share_parameters: bool = False) -> M:
         for original in module.modules():
             memo[id(original)].__dict__["_parameters"] = original._parameters
     return twin
+
+
+def relocate(twin: torch.nn.Module, device: torch.device, leave: frozenset[str] = frozenset()) -> None:
+    """Give a twin copies of its parameters and buffers on a device; those of the original stay where they are.
+
+    What is shared within the module stays shared. Tensors in plain attributes stay too, as with ``Module.to``.
+
+    Args:
+        leave: dotted paths of buffers that are exchanged anyway, such as scratch of the vendor's sizes.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for prefix, module in twin.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device == device or f"{prefix}.{name}".lstrip(".") in leave:
+                    continue
+                if id(tensor) not in moved:
+                    copy = tensor.detach().to(device)
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                tensors[name] = moved[id(tensor)]
 
 
 def _twin_module(module: M, memo: dict[int, Any]) -> M:

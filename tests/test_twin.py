@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as hooked_weight_norm  # the spelling that vendors still use
 
-from cadence_fx.twin import make_twin
+import cadence_fx
+from cadence_fx.twin import make_twin, relocate
+from tests.streams import Workspace, drawn, workspace_contract
 
 
 class Settings(dict):
@@ -172,3 +174,54 @@ def test_both_spellings_of_weight_norm_compute_on_the_twin(spell: Any) -> None:
         next(iter(module.parameters())).mul_(2)
     del twin[0].__dict__["weight"]
     assert torch.equal(twin(x), module(x))  # an edit of the shared weight reaches both
+
+
+# ---------------------------------------------------------------------------------------------- another device
+class Tied(torch.nn.Module):
+    """Tied weights, a buffer, a table in a plain attribute, and scratch of a vendor's size."""
+
+    table: torch.Tensor
+    big: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.a.requires_grad_(False)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("big", torch.zeros(1000, 4))
+        self.plain = torch.ones(3)
+
+
+def test_a_twin_on_another_device_leaves_the_original_where_it_is() -> None:
+    module = Tied()
+    before = {name: id(t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+    twin = make_twin(module)
+    relocate(twin, torch.device("meta"), frozenset({"big"}))
+    assert {name: id(t) for name, t in [*module.named_parameters(), *module.named_buffers()]} == before
+    assert {t.device.type for t in module.parameters()} == {"cpu"}
+    assert {t.device.type for t in twin.parameters()} == {twin.table.device.type} == {"meta"}
+    assert twin.b.weight is twin.a.weight
+    assert not twin.a.weight.requires_grad
+    assert twin.b.bias.requires_grad
+    assert twin.big is module.big  # exchanged by whoever serves
+    assert twin.plain is module.plain
+
+
+def test_a_twin_on_its_own_device_shares_everything() -> None:
+    module = Tied()
+    twin = make_twin(module)
+    relocate(twin, torch.device("cpu"))
+    assert all(a is b for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+    assert all(a is b for a, b in zip(module.buffers(), twin.buffers(), strict=True))
+
+
+def test_a_transform_for_another_device_takes_no_buffer_of_the_vendors_size_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cadence_fx.module.ambient_modes", lambda kind: ())  # torch knows no autocast for this device
+    module = drawn(Workspace())
+    fast = cadence_fx.transform(module, workspace_contract(), device="meta", backend="plan")
+    assert {p.device.type for p in fast.parameters()} == {"meta"}
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+    assert max(b.numel() for b in fast.buffers()) < module.big.numel() / 100

@@ -10,7 +10,7 @@ from cadence_fx.bench import bench
 from tests.bench_target import TARGET
 
 pytestmark = pytest.mark.gpu
-CELLS = ["B0", "B0b", "S", "R", "Rc", "SR", "SRc", "ours_chain", "ours"]
+CELLS = ["B0", "B0b", "S", "R", "Rc", "SR", "SRc", "ours_chain", "ours_host", "ours"]
 CHUNKS = 12  # of two blocks of six
 
 
@@ -30,6 +30,7 @@ def found() -> dict[str, Any]:
         ("SR", {"replays": CHUNKS}),
         ("SRc", {"replays": CHUNKS}),
         ("ours_chain", {"replays": CHUNKS}),
+        ("ours_host", {"replays": CHUNKS}),
         ("ours", {"replays": CHUNKS}),
     ],
 )

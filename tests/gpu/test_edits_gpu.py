@@ -139,3 +139,12 @@ def test_edits_from_another_thread_and_stream() -> None:
     module, fast, _ = pair()
     with torch.cuda.stream(torch.cuda.Stream()):
         play(module, fast, 4)
+
+
+def test_a_module_on_the_host_is_served_on_the_device_with_the_bits_of_one_that_was_moved() -> None:
+    torch.manual_seed(0)
+    module = Blocks().eval().requires_grad_(False)
+    fast = transform(module, contract(), device="cuda")
+    fast.warmup().seal()
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+    play(module.to("cuda"), fast, 4)
