@@ -16,7 +16,7 @@ from cadence_fx.bits import Difference, first_difference, same_bits
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.staging import like, writable
 
-__all__ = ["FLOATS", "Generators", "HostCopy", "StartState", "randomised"]
+__all__ = ["FLOATS", "Generators", "HostCopy", "StartState", "randomised", "release_pinned"]
 
 CHUNK = 1 << 24  # bytes of device memory that a copy to the host or a comparison may use
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
@@ -42,6 +42,13 @@ def _on_host(piece: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # the host grants no more
         copy = torch.empty(piece.shape, dtype=piece.dtype)
     return copy.copy_(piece)
+
+
+def release_pinned() -> None:
+    """Give pinned memory back that copies have left in torch's cache: a few times the size of the state."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if torch.cuda.is_initialized() and release is not None:
+        release()
 
 
 class HostCopy:

@@ -25,6 +25,7 @@ from cadence_fx.compiler import CALL_HOOKS, Compiler
 from cadence_fx.contract import Arg, Attr, Contract, Entry, Region
 from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.inspection import Inspection
+from cadence_fx.live_state import release_pinned
 from cadence_fx.memory import Memory
 from cadence_fx.modes import AUTOCAST_CACHE, ambient_modes, changed_modes
 from cadence_fx.partition import Granularity
@@ -355,6 +356,7 @@ class CadenceModule(Inspection):
                 self._captures.capture(program)
             if progress is not None:
                 progress(i + 1, len(wanted), describe(signature))
+        release_pinned()  # certificates are behind us
         if self._captures is not None and self.disagreement is None and self._captures.stock_differs:
             self.__dict__["disagreement"] = self.self_agreement(self._captures.stock_differs[0])
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cadence_fx import live_state
 from cadence_fx.agreement import Disagreement, first_disagreement
 from cadence_fx.captures import AS_STOCK, PINNED, Captures
 from cadence_fx.module import CadenceModule, transform
@@ -199,3 +200,14 @@ def test_the_report_names_the_operator_in_which_stock_differs_from_itself(monkey
     monkeypatch.setattr(CadenceModule, "self_agreement", lambda self, signature=None: found)
     fast.warmup("steady")
     assert "stock: aten.conv1d.default (conv_1) does not agree with itself [decoder.py:12]" in fast.report.notes
+
+
+def test_warm_up_gives_the_pinned_memory_of_its_certificates_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: released.append("host"), raising=False)
+    _, fast, _ = captured()
+    fast.warmup("steady")
+    assert released == []  # nothing was pinned: CUDA is not in use
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    live_state.release_pinned()
+    assert released == ["host"]
