@@ -24,7 +24,7 @@ from cadence_fx.contract import Boundary, Contract
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import FAMILIES, Family
 from cadence_fx.module import transform
-from cadence_fx.places import get_attr, method
+from cadence_fx.places import method, owner_of
 from cadence_fx.traffic import SessionMemory
 
 __all__ = ["CONTROLS", "compile_boundaries", "compiled_in_engine", "failure", "play"]
@@ -92,14 +92,9 @@ def compile_boundaries(decoder: nn.Module, paths: Sequence[str], wrap: Wrap) -> 
         wrap: the original (a bound method) -> what is called in its place.
     """
     for path in paths:
-        owner, name = _owner(decoder, path)
+        owner, name = owner_of(decoder, path)
         # In the instance: other modules of the class keep their method.
         owner.__dict__[name] = _named(path, wrap(method(decoder, path)))
-
-
-def _owner(decoder: nn.Module, path: str) -> tuple[Any, str]:
-    owner, _, name = path.rpartition(".")
-    return (get_attr(decoder, owner) if owner else decoder), name
 
 
 def _named(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +154,7 @@ def _compiled(
                 return decoder
             except _BoundaryFailed as error:
                 left[error.path] = error.reason
-                owner, name = _owner(decoder, error.path)
+                owner, name = owner_of(decoder, error.path)
                 del owner.__dict__[name]
             if len(left) == len(paths):
                 raise CellUnavailable("; ".join(f"{path}: {reason}" for path, reason in left.items()))

@@ -19,14 +19,14 @@ from torch import nn
 
 from cadence_fx.bench_cell import CellUnavailable
 from cadence_fx.catalog import settling
-from cadence_fx.contract import Attr, Contract
+from cadence_fx.contract import Contract
 from cadence_fx.effects import mutated_bases
 from cadence_fx.families import Family
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.partition import Granularity
 from cadence_fx.passes import EliminateDead, HoistConstants, Normalise, RemoveHostSyncs
 from cadence_fx.pipeline import GraphPass, PassContext, run_passes
-from cadence_fx.places import get_attr, method
+from cadence_fx.places import get_attr, method, owner_of
 from cadence_fx.program import build_module
 from cadence_fx.replay import Binding, ExactShapeReplay
 from cadence_fx.specialise import FlatGraph, specialise
@@ -86,12 +86,11 @@ class ReplayOnly:
         self.originals = {path: method(module, path) for path in self.paths}
         self.captured: dict[Any, _Captured] = {}
         self.counts, self.refused = Counter[str](), Counter[str]()
-        self.scratch = {
-            r.enters.path for r in contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
-        }
+        self.scratch = {place.path for place, _ in contract.scratch}
         self._tracer: Tracer | None = None
         for path in self.paths:
-            _owner(module, path).__dict__[path.rpartition(".")[2]] = self._in_front_of(path)
+            owner, name = owner_of(module, path)
+            owner.__dict__[name] = self._in_front_of(path)
         module.__dict__["stats"] = self.stats
 
     def learn(self, family: Family, seed: int) -> None:
@@ -180,13 +179,9 @@ class ReplayOnly:
         """A tracer of a twin, made at the first capture: vendors move tables to the device in their first call."""
         twin = make_twin(self.module)
         for path in self.paths:
-            del _owner(twin, path).__dict__[path.rpartition(".")[2]]
+            owner, name = owner_of(twin, path)
+            del owner.__dict__[name]
         return Tracer(twin, self.traced_paths)
-
-
-def _owner(module: nn.Module, path: str) -> Any:
-    prefix = path.rpartition(".")[0]
-    return get_attr(module, prefix) if prefix else module
 
 
 def _form(leaf: Any) -> Any:

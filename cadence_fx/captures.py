@@ -7,7 +7,7 @@ stock meet it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,7 +186,7 @@ class Captures:
                 return None
         return None
 
-    def variants(self, program: Program) -> list[Variant]:
+    def variants(self, program: Program) -> Iterable[Variant]:
         """Ways to run a program under capture, the fastest first."""
         return variants(program, self.side_streams, self.streams, self.edits, self.converted, self.pool)
 

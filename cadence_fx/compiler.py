@@ -74,8 +74,8 @@ class Compiler:
         if self.parameters is None:
             self.parameters = inspect.signature(self.module.forward)
         self.stages: dict[str, torch.Tensor] = {}
+        self.scratch = frozenset(place.path for place, _ in self.contract.scratch)
         self.restart()
-        self.scratch = frozenset(place.path for place, _ in self.scratch_places())
         self._template()  # an argument that nobody declares is an error now and not at the first call
 
     def restart(self) -> None:
@@ -85,9 +85,7 @@ class Compiler:
             self.traced.__dict__[name].clear()
         if getattr(self.traced.__dict__.get("forward"), "cadence_stock", False):
             del self.traced.__dict__["forward"]  # the fallback's wrapper, which calls the module itself
-        self.watch = AttributeWatch(
-            self.module, self.traced, frozenset(place.path for place, _ in self.scratch_places())
-        )
+        self.watch = AttributeWatch(self.module, self.traced, self.scratch)
         shrink_tables(self.traced, self.contract, self.memory.device)
         self._drop_scratch()
         self.tracer = Tracer(self.traced, [b.path for b in self.contract.boundaries])
@@ -98,21 +96,15 @@ class Compiler:
     @contextmanager
     def _scratch(self) -> Iterator[None]:
         """Demand-sized scratch for the time of a trace, so that tracing needs no more memory than serving."""
-        for place, region in self.scratch_places():
+        for place, region in self.contract.scratch:
             set_attr(self.traced, place, self.memory.scratch(region))
         try:
             yield
         finally:
             self._drop_scratch()
 
-    def scratch_places(self) -> list[tuple[Attr, Region]]:
-        """Vendor buffers that no call reads before writing, and their declarations."""
-        return [
-            (r.enters, r) for r in self.contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
-        ]
-
     def _drop_scratch(self) -> None:
-        for place, region in self.scratch_places():
+        for place, region in self.contract.scratch:
             get_attr(self.traced, place)  # names the path if the module lacks it
             set_attr(self.traced, place, torch.empty(0, dtype=dtype_of(region.dtype), device=self.memory.device))
 
@@ -379,7 +371,7 @@ class Compiler:
     def _spare(self, path: str) -> torch.Tensor:
         """Memory for scratch that a graph still reads: its own, for the state's memory holds the live rows."""
         if path not in self.spare:
-            region = next(region for place, region in self.scratch_places() if place.path == path)
+            region = next(region for place, region in self.contract.scratch if place.path == path)
             shape, dtype = self.memory.scratch_shape(region), dtype_of(region.dtype)
             self.spare[path] = torch.zeros(shape, dtype=dtype, device=self.memory.device)
         return self.spare[path]

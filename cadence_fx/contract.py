@@ -107,6 +107,11 @@ class Contract:
         """The regions that hold state."""
         return tuple(r for r in self.regions if r.mutability == "state")
 
+    @property
+    def scratch(self) -> tuple[tuple[Attr, Region], ...]:
+        """Attributes of the module that no call reads before writing, and their declarations."""
+        return tuple((r.enters, r) for r in self.regions if r.mutability == "scratch" and isinstance(r.enters, Attr))
+
     def _rate(self, clock: str) -> tuple[str, Fraction]:
         """The clock without a parent that ``clock`` descends from, and ticks of ``clock`` per tick of it."""
         ratio, current = Fraction(1), self.clock(clock)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from cadence_fx.schedule import Schedule, is_view, memory_owners
+from cadence_fx.schedule import Schedule, leaving, memory_owners, operators
 from cadence_fx.specialise import FlatGraph, meta_of
 
 __all__ = ["CONVOLUTIONS", "Pool", "pool_bytes", "workspace_bytes"]
@@ -111,7 +111,7 @@ def pool_bytes(flat: FlatGraph, planned: Schedule | None = None, pool: Pool | No
     if workspace and not pool.has_workspace:
         pool.allocate(workspace, 0)
         pool.has_workspace = True
-    order = [n for n in flat.graph.nodes if n.op == "call_function" and not is_view(n)]
+    order = operators(flat)
     release = _last_uses(flat, order) if planned is None else planned.release
     held: dict[fx.Node, tuple[int, int, int, int]] = {}
     for node in order:
@@ -125,7 +125,7 @@ def pool_bytes(flat: FlatGraph, planned: Schedule | None = None, pool: Pool | No
         for value in release.get(node, ()):
             if value in held:
                 pool.release(held.pop(value))
-    kept = {owner for n in flat.output.all_input_nodes for owner in memory_owners(n)}
+    kept = leaving(flat)
     for value in [v for v in held if v not in kept]:
         pool.release(held.pop(value))
     return pool.reserved - before
@@ -154,7 +154,7 @@ def _last_uses(flat: FlatGraph, order: list[fx.Node]) -> dict[fx.Node, tuple[fx.
         for argument in node.all_input_nodes:
             for owner in memory_owners(argument):
                 last[owner] = node
-    kept = {owner for n in flat.output.all_input_nodes for owner in memory_owners(n)}
+    kept = leaving(flat)
     found: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         if value not in kept:

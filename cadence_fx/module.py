@@ -22,7 +22,7 @@ import torch
 from cadence_fx.captures import Captures
 from cadence_fx.catalog import Signature, signatures
 from cadence_fx.compiler import CALL_HOOKS, Compiler
-from cadence_fx.contract import Arg, Attr, Contract, Entry, Region
+from cadence_fx.contract import Arg, Contract, Entry
 from cadence_fx.errors import AdmissionError, ContractError, TraceError
 from cadence_fx.inspection import Inspection
 from cadence_fx.live_state import release_pinned
@@ -80,7 +80,7 @@ class CadenceModule(Inspection):
     ) -> None:
         super().__init__()
         twin = make_twin(module)
-        relocate(twin, device, frozenset(p.path for p in map(_scratch_place, contract.regions) if p is not None))
+        relocate(twin, device, frozenset(place.path for place, _ in contract.scratch))
         calls = inspect.signature(module.forward)
         memory = Memory(contract, device)
         compiler = Compiler(twin, contract, memory, calls, skip=skip)
@@ -390,10 +390,6 @@ class CadenceModule(Inspection):
     @property
     def programs(self) -> dict[Signature, Program]:
         return dict(self._programs)
-
-
-def _scratch_place(region: Region) -> Attr | None:
-    return region.enters if region.mutability == "scratch" and isinstance(region.enters, Attr) else None
 
 
 def transform(

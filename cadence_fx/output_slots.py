@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cadence_fx.schedule import memory_owners, readers
+from cadence_fx.schedule import leaving, readers
 from cadence_fx.specialise import FlatGraph, meta_of
 
 __all__ = ["OutputSlots", "Tenancy", "plan_slots"]
@@ -40,7 +40,7 @@ def plan_slots(flat: FlatGraph, order: Sequence[fx.Node], count: int = 24) -> di
     """
     position = {node: i for i, node in enumerate(order)}
     used = readers(flat, list(order), position)
-    kept = {owner for node in flat.output.all_input_nodes for owner in memory_owners(node)}
+    kept = leaving(flat)
     free_after = [-1] * count
     tenants: list[tuple[fx.Node, ...]] = [()] * count
     planned: dict[fx.Node, Tenancy] = {}

@@ -11,7 +11,7 @@ import torch
 from cadence_fx.contract import Arg, Attr, Result
 from cadence_fx.errors import ContractError
 
-__all__ = ["bind", "get_attr", "get_path", "set_attr", "set_path"]
+__all__ = ["bind", "get_attr", "get_path", "method", "owner_of", "set_attr", "set_path"]
 
 
 def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,8 @@ def _set(root: Any, keys: tuple[str | int, ...], value: Any) -> Any:
     )
 
 
-def _owner(module: torch.nn.Module, path: str) -> tuple[Any, str]:
+def owner_of(module: torch.nn.Module, path: str) -> tuple[Any, str]:
+    """What holds the attribute at a dotted path, and its name there."""
     prefix, _, name = path.rpartition(".")
     owner: Any = module
     for part in prefix.split(".") if prefix else ():
@@ -72,7 +73,7 @@ def get_attr(module: torch.nn.Module, place: Attr | str) -> Any:
     """
     path = place if isinstance(place, str) else place.path
     try:
-        owner, name = _owner(module, path)
+        owner, name = owner_of(module, path)
         return getattr(owner, name)
     except (AttributeError, IndexError, KeyError) as error:
         raise ContractError(f"{type(module).__name__} has no attribute {path!r}: {error}") from None
@@ -80,7 +81,7 @@ def get_attr(module: torch.nn.Module, place: Attr | str) -> Any:
 
 def set_attr(module: torch.nn.Module, place: Attr | str, value: Any) -> None:
     """Set the attribute at a dotted path; a registered buffer stays registered."""
-    owner, name = _owner(module, place if isinstance(place, str) else place.path)
+    owner, name = owner_of(module, place if isinstance(place, str) else place.path)
     if isinstance(owner, torch.nn.Module) and name in owner._buffers:
         owner._buffers[name] = value
     elif isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):

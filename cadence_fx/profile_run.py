@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cadence_fx.bench_plot import PRODUCT, STOCK
 from cadence_fx.catalog import settling
 from cadence_fx.contract import Contract
 from cadence_fx.device_trace import Timeline, timeline_of
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import Family, load
+from cadence_fx.modes import pinned_kernels
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.profile import Profile, profile_of
 from cadence_fx.roofline import Roofline
@@ -36,9 +38,7 @@ def profile_family(
         CadenceError: there is no such family, or the steady chunk was not captured; says why.
     """
     on = torch.device(device)
-    pinned = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
+    with pinned_kernels():
         family = load(target, **(options or {}))
         contract = family.contract()
         roofline = Roofline.of(on)
@@ -50,8 +50,6 @@ def profile_family(
         gc.collect()  # modules hold themselves in cycles, and stock's buffers are large
         profile = _steady(fast, roofline)
         profile = Profile(profile.operators, profile.critical, profile.replay, stock)
-    finally:
-        torch.backends.cudnn.deterministic = pinned
     found = {
         "family": target,
         "device": torch.cuda.get_device_name(on),
@@ -105,7 +103,7 @@ def draw_timelines(profile: Profile, path: Path | str) -> None:
             by_stream.setdefault(kernel.stream, []).append(((kernel.start - start) / 1e3, kernel.duration / 1e3))
         lanes = sorted(by_stream.values(), key=lambda spans: -sum(length for _, length in spans))[:_LANES]
         for lane, spans in enumerate(lanes):
-            axis.broken_barh(spans, (lane - 0.4, 0.8), color="#7f7f7f" if name == "stock" else "#d95f02", linewidth=0)
+            axis.broken_barh(spans, (lane - 0.4, 0.8), color=STOCK if name == "stock" else PRODUCT, linewidth=0)
         axis.set_yticks([])
         axis.set_ylim(len(lanes) - 0.5, -0.5)
         text = f"{name}: {len(timeline.kernels):,} kernels in {timeline.span_ms:.1f} ms, busy {timeline.busy_ms:.1f} ms"

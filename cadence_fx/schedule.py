@@ -27,7 +27,7 @@ from cadence_fx.specialise import FlatGraph
 
 aten = torch.ops.aten
 
-__all__ = ["Schedule", "dependencies", "is_view", "memory_owners", "readers", "schedule"]
+__all__ = ["Schedule", "dependencies", "is_view", "leaving", "memory_owners", "operators", "readers", "schedule"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 # Operators that are views or copies depending on strides count as work.
@@ -89,6 +89,16 @@ def dependencies(flat: FlatGraph) -> dict[fx.Node, set[fx.Node]]:
     return found
 
 
+def operators(flat: FlatGraph) -> list[fx.Node]:
+    """What launches something, in the order of the graph."""
+    return [n for n in flat.graph.nodes if n.op == "call_function" and not is_view(n)]
+
+
+def leaving(flat: FlatGraph) -> set[fx.Node]:
+    """The operators whose memory the graph's outputs may show."""
+    return {owner for n in flat.output.all_input_nodes for owner in memory_owners(n)}
+
+
 def is_view(node: fx.Node) -> bool:
     """True for a node that launches nothing: its value is a view of an argument."""
     return view_input(node) is not None and not written(node) and node.target not in _MAY_COPY
@@ -124,7 +134,7 @@ def schedule(flat: FlatGraph, max_streams: int = 4) -> Schedule:
         flat: the graph; its order is kept as the order of launches.
         max_streams: each stream costs a workspace of the matrix library; chains beyond share the first stream.
     """
-    order = [n for n in flat.graph.nodes if n.op == "call_function" and not is_view(n)]
+    order = operators(flat)
     position = {node: i for i, node in enumerate(order)}
     needs = dependencies(flat)
     before, edges = _reduced(order, position, needs)
@@ -264,7 +274,7 @@ def _releases(
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """After which operator each value may be dropped: its own stream must have waited for all who read it."""
     used_by = readers(flat, order, position)
-    kept: set[fx.Node] = {owner for n in flat.output.all_input_nodes for owner in memory_owners(n)}
+    kept = leaving(flat)
     by_stream: dict[int, list[int]] = {}
     for i, node in enumerate(order):
         by_stream.setdefault(stream[node], []).append(i)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cadence_fx.contract import Attr, Contract, Entry, Region
+from cadence_fx.contract import Contract, Entry
 from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.live_state import HostCopy
 from cadence_fx.memory import Memory, dtype_of
@@ -33,9 +33,7 @@ class Stock:
     def __init__(self, twin: torch.nn.Module, contract: Contract, memory: Memory) -> None:
         self.twin, self.memory = twin, memory
         shrink_tables(twin, contract, memory.device)
-        self.scratch: list[tuple[Attr, Region]] = [
-            (r.enters, r) for r in contract.regions if r.mutability == "scratch" and isinstance(r.enters, Attr)
-        ]
+        self.scratch = contract.scratch
         for place, _ in self.scratch:
             get_attr(twin, place)  # names the path if the module lacks it
         self._drop()

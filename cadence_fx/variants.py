@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from cadence_fx.graph_edits import Constant, Converted, EditCounts, prepare_earl
 from cadence_fx.launch_graph import RawGraph
 from cadence_fx.output_slots import OutputSlots, plan_slots
 from cadence_fx.program import Program
-from cadence_fx.schedule import Schedule, is_view, schedule
+from cadence_fx.schedule import Schedule, operators, schedule
 from cadence_fx.scheduled_run import CudaStreams, Launched, run_scheduled
 
 __all__ = ["Variant", "variants"]
@@ -45,8 +45,8 @@ class Variant:
 
 def variants(
     program: Program, streams: CudaStreams, count: int, edits: bool, converted: Converted, pool: Pool
-) -> list[Variant]:
-    """The variants of a program, each of which falls back to the next if it is not certified.
+) -> Iterator[Variant]:
+    """The variants of a program, each made when the one before it was not certified.
 
     Args:
         streams: side streams, shared by all captures.
@@ -55,19 +55,16 @@ def variants(
         converted: constants in other layouts, shared by all captures.
         pool: the model of the memory pool as earlier captures left it; it is not changed.
     """
-    chain = _predicted(program, None, streams.device, pool, Variant("chain", program.run))
-    if count < 2 or streams.device.type != "cuda":
-        return [chain]
-    planned = schedule(program.flat, count)
+    if count > 1 and streams.device.type == "cuda":
+        planned = schedule(program.flat, count)
+        if edits and driver() is not None:
+            yield _predicted(program, planned, streams.device, pool, _edited(program, planned, streams, converted))
 
-    def run(*inputs: Any) -> tuple[Any, ...]:
-        return run_scheduled(program.flat, program.module, planned, streams, inputs)
+        def run(*inputs: Any) -> tuple[Any, ...]:
+            return run_scheduled(program.flat, program.module, planned, streams, inputs)
 
-    scheduled = _predicted(program, planned, streams.device, pool, Variant(planned.summary(), run))
-    if not edits or driver() is None:
-        return [scheduled, chain]
-    edited = _predicted(program, planned, streams.device, pool, _edited(program, planned, streams, converted))
-    return [edited, scheduled, chain]
+        yield _predicted(program, planned, streams.device, pool, Variant(planned.summary(), run))
+    yield _predicted(program, None, streams.device, pool, Variant("chain", program.run))
 
 
 def _predicted(
@@ -80,8 +77,8 @@ def _predicted(
 
 def _edited(program: Program, planned: Schedule, streams: CudaStreams, converted: Converted) -> Variant:
     flat, launched, counts = program.flat, list[Launched](), EditCounts()
-    order = [n for n in flat.graph.nodes if n.op == "call_function" and not is_view(n)]
-    slots = OutputSlots(plan_slots(flat, order), streams.device)
+    constants = _constants(program)
+    slots = OutputSlots(plan_slots(flat, operators(flat)), streams.device)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         launched.clear()
@@ -91,17 +88,18 @@ def _edited(program: Program, planned: Schedule, streams: CudaStreams, converted
         graph = RawGraph(raw)
         addresses = {slot: memory.data_ptr() for slot, memory in slots.memory.items()}
         prepare_early(graph, launched, slots.planned, addresses, _lasting(slots), counts)
-        run_once(graph, launched, _constants(program), converted, streams.device, counts)
+        run_once(graph, launched, constants, converted, streams.device, counts)
         graph.apply()
         counts.nbytes += slots.nbytes
         return counts.nbytes
 
-    return Variant(planned.summary(), run, edit, counts, slots.nbytes + converted.expected(_convolved(program)))
+    predicted = slots.nbytes + converted.expected(_convolved(program, constants))
+    return Variant(planned.summary(), run, edit, counts, predicted)
 
 
-def _convolved(program: Program) -> Counter[Constant]:
+def _convolved(program: Program, constants: Mapping[int, Constant]) -> Counter[Constant]:
     """Constants that convolutions read as weights, and how often: what conversions will be found for."""
-    constants, found = _constants(program), Counter[Constant]()
+    found = Counter[Constant]()
     for node in program.flat.graph.nodes:
         if node.target in CONVOLUTIONS and isinstance(node.args[1], fx.Node) and node.args[1].op == "get_attr":
             constant = constants.get(getattr(program.module, str(node.args[1].target)).data_ptr())

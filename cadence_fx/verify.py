@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from cadence_fx.catalog import signatures
 from cadence_fx.contract import Arg, Contract
 from cadence_fx.families import load
 from cadence_fx.generators import generator_states, restore_generators
+from cadence_fx.modes import pinned_kernels
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.places import get_path
 from cadence_fx.program import describe
@@ -279,9 +280,13 @@ def verify(
     family = load(target, **(options or {}))
     decoder = family.build_random(device, seed)
     declared = family.contract()
-    with _pinned(device) as pin:
+    with ExitStack() as flags_put_back:
         fast = transform(decoder, declared)
-        flags = _flags(fast, pin) if fast.memory.device.type == "cuda" else {}
+        flags = (
+            _flags(fast, lambda: flags_put_back.enter_context(pinned_kernels()))
+            if fast.memory.device.type == "cuda"
+            else {}
+        )
         if fast.memory.device.type == "cuda":
             fast.warmup("steady")
         torch.manual_seed(seed)
@@ -304,21 +309,7 @@ def _kernel_lists(fast: CadenceModule) -> dict[str, Any] | None:
     }
 
 
-@contextmanager
-def _pinned(device: str) -> Iterator[Callable[[], None]]:
-    """A way to pin cuDNN's deterministic kernels; the flag is as before afterwards."""
-    before = torch.backends.cudnn.deterministic
-
-    def pin() -> None:
-        torch.backends.cudnn.deterministic = True
-
-    try:
-        yield pin
-    finally:
-        torch.backends.cudnn.deterministic = before
-
-
-def _flags(fast: CadenceModule, pin: Callable[[], None]) -> dict[str, Any]:
+def _flags(fast: CadenceModule, pin: Callable[[], object]) -> dict[str, Any]:
     """Does stock agree with itself under the flags as they are? If not, name the operator and pin kernels."""
     found = fast.self_agreement()
     if found is None:
