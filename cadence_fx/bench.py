@@ -1,7 +1,8 @@
 """The benchmark: cells measured one after another, each in a process of its own, over matched blocks.
 
 A block is one stream with a seed: every cell plays the same streams, and what a block's seed shares between two cells
-drops out of their ratio. Cells are prepared side by side, since compiling takes minutes, and measured alone.
+drops out of their ratio. Cells are prepared side by side, since compiling takes minutes, and measured alone, also
+where several benchmarks run on one machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cadence_fx.bench_cells import all_cells, find_cell
 from cadence_fx.bench_process import WorkerFailed, WorkerProcess
 from cadence_fx.bench_protocol import Measured, Spec
 from cadence_fx.bench_result import STOCK, BenchResult, CellResult
+from cadence_fx.bench_turns import measuring, preparing
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import load
 
@@ -108,13 +110,17 @@ def bench(
         stack.callback(run.close)
         if together < 2:
             for name in names:
-                run.start(name)
-                run.prepare(name)
-                measure(name)
+                with preparing():
+                    run.start(name)
+                    run.prepare(name)
+                with measuring():
+                    measure(name)
         else:
-            run.prepare_all(prepare_within)
-            for name in names:
-                measure(name)
+            with preparing():
+                run.prepare_all(prepare_within)
+            with measuring():
+                for name in names:
+                    measure(name)
     return result()
 
 
@@ -164,10 +170,13 @@ class _Run:
             self._failed(name, error)
 
     def prepare_all(self, within: float | None) -> None:
-        """Prepare every cell, some of them at a time; those that are not ready within the seconds given fail."""
+        """Prepare every cell, some of them at a time; those that are not ready within the seconds given fail.
+
+        Without a limit the product goes first, alone.
+        """
         end = None if within is None else time.monotonic() + within
         names = deque(self.specs)
-        if PREPARED_ALONE in names:
+        if PREPARED_ALONE in names and end is None:
             names.remove(PREPARED_ALONE)
             self.start(PREPARED_ALONE)
             self.prepare(PREPARED_ALONE, end)

@@ -149,7 +149,7 @@ class ReplayOnly:
         written = {str(n.target) for n in mutated_bases(flat.graph.nodes) if n.op == "get_attr"}
         kept = [fetch(flat, target) for target in sorted(written) if flat.attributes[target] not in self.scratch]
         run = build_module(flat, fetch).forward
-        found = self.engine.capture(key, run, tensors, aliased=kept, preserve=kept, reference=reference)
+        found = self.engine.capture(key, run, tensors, aliased=kept, preserve=kept, reference=reference, plans=True)
         if isinstance(found, Binding):
             return _Captured(found, flat.out_spec)
         self.refused[f"{path}: {found}"] += 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["Difference", "bit_sum", "digest", "first_difference", "same_bits"]
+__all__ = ["CHUNK", "Difference", "bit_sum", "digest", "first_difference", "pieces", "same_bits"]
+
+CHUNK = 1 << 24  # bytes of device memory that a copy to the host or a comparison may use
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -18,6 +21,18 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.detach().contiguous().view(_INTEGER[tensor.element_size()])
+
+
+def pieces(tensor: torch.Tensor, limit: int = CHUNK) -> Iterator[torch.Tensor]:
+    """Views of a tensor, in the order of its elements, of about ``limit`` bytes each."""
+    nbytes = tensor.numel() * tensor.element_size()
+    dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
+    if dim is None or nbytes <= limit:
+        yield tensor
+        return
+    rows = max(1, limit * tensor.shape[dim] // nbytes)
+    for first in range(0, tensor.shape[dim], rows):
+        yield from pieces(tensor.narrow(dim, first, min(rows, tensor.shape[dim] - first)), limit)
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +47,9 @@ def digest(value: Any) -> str:
     found = hashlib.sha256()
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            # In pieces: what is not dense is made so on its device first.
+            for piece in pieces(leaf.detach()):
+                found.update(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif leaf is not None:
             found.update(repr(leaf).encode())
     return found.hexdigest()

@@ -23,6 +23,7 @@ from cadence_fx.device_trace import launch_counts
 from cadence_fx.footprint import Pool
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.graph_edits import Converted, EditCounts
+from cadence_fx.library_plans import uses_plans
 from cadence_fx.live_state import Generators, StartState
 from cadence_fx.memory import Memory
 from cadence_fx.modes import pinned_kernels
@@ -178,7 +179,10 @@ class Captures:
         """The first variant that is certified under the flags of this moment; stock's own disagreement ends it."""
         for variant in self.variants(program):
             key = (program.signature, variant.label, variant.edit is not None, guarantee)
-            found = self._bind(key, variant.run, self.examples(program), self.reference(program), program, variant.edit)
+            found = self._bind(
+                key, variant.run, self.examples(program), self.reference(program), uses_plans(program.flat.graph.nodes),
+                program, variant.edit,
+            )  # fmt: skip
             if isinstance(found, Binding):
                 return found, variant, guarantee
             refusals.append(found)
@@ -194,8 +198,8 @@ class Captures:
         return not torch.backends.cudnn.deterministic
 
     def _bind(
-        self, key: Any, run: Callable[..., Any], inputs: Sequence[Any], reference: Any, program: Program | None,
-        edit: Callable[[int], int] | None = None,
+        self, key: Any, run: Callable[..., Any], inputs: Sequence[Any], reference: Any, plans: bool,
+        program: Program | None = None, edit: Callable[[int], int] | None = None,
     ) -> Binding | Refusal:  # fmt: skip
         return self.engine.capture(
             key,
@@ -206,6 +210,8 @@ class Captures:
             reference=reference,
             compared=None if program is None else self._compared(program),
             edit=edit,
+            first=None if program is None else program.run,
+            plans=plans,
         )
 
     def _live(self) -> list[torch.Tensor]:
@@ -218,7 +224,8 @@ class Captures:
 
         def record(segment: Segment, values: Sequence[Any]) -> Sequence[Any]:
             if segment.capturable:
-                found = self._bind((program.signature, segment.name), segment.module, values, None, None)
+                plans = uses_plans(segment.module.graph.nodes)
+                found = self._bind((program.signature, segment.name), segment.module, values, None, plans)
                 if isinstance(found, Binding):
                     bindings[segment.name] = found
                 else:

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from cadence_fx.graph_dump import launches
+from cadence_fx.library_plans import FULL, PlanWatch
 
 __all__ = ["CudaBackend", "CudaGraphHandle", "GraphBackend", "collector_paused"]
 
@@ -42,6 +44,15 @@ class GraphBackend(Protocol):
 
     def run_on(self, stream: Any, run: Callable[[], Any]) -> Any:
         """Run on a stream, ordered after the current stream's work and before what comes next on it."""
+        ...
+
+    def run_first(self, run: Callable[[], Any]) -> Any:
+        """Run where libraries may set up what they make once, ordered like `run_on`."""
+        ...
+
+    @property
+    def plans(self) -> PlanWatch:
+        """Watches the plans that captured Fourier transforms use."""
         ...
 
     def capture(
@@ -107,6 +118,22 @@ def collector_paused() -> Iterator[None]:
 _abandoned: list[torch.cuda.CUDAGraph] = []
 
 
+@cache
+def _plan_watch(index: int) -> PlanWatch:
+    """One for each device: whoever looks first after a drop, all engines of the device learn of it."""
+    plans = torch.backends.cuda.cufft_plan_cache[index]
+
+    def count() -> int:
+        size = int(plans.size)
+        return size if size < plans.max_size else FULL
+
+    def mark() -> None:
+        with torch.cuda.stream(torch.cuda.default_stream(index)):
+            torch.fft.rfft(torch.zeros(3, 2, device=torch.device("cuda", index)))
+
+    return PlanWatch(count, mark)
+
+
 @dataclass(frozen=True, eq=False)
 class CudaGraphHandle:
     """A graph and the generator whose state it was captured with, which is its own and nobody else's."""
@@ -155,6 +182,15 @@ class CudaBackend:
                 return run()
         finally:
             current.wait_stream(stream)
+
+    def run_first(self, run: Callable[[], Any]) -> Any:
+        # cuFFT uploads a new plan's tables by the default stream; the plan's first transform on another stream does
+        # not wait for that, and reads whatever lies there.
+        return self.run_on(torch.cuda.default_stream(self.device), run)
+
+    @property
+    def plans(self) -> PlanWatch:
+        return _plan_watch(self.device.index)
 
     def capture(
         self, run: Callable[[], Any], pool: Any, stream: Any, draws: bool, edit: Callable[[int], int] | None = None

@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from cadence_fx.bits import Difference, first_difference, same_bits
+from cadence_fx.bits import CHUNK, Difference, first_difference, pieces, same_bits
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.staging import like, writable
 
 __all__ = ["FLOATS", "Generators", "HostCopy", "StartState", "randomised", "release_pinned"]
 
-CHUNK = 1 << 24  # bytes of device memory that a copy to the host or a comparison may use
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
-
-
-def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    nbytes = tensor.numel() * tensor.element_size()
-    dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
-    if dim is None or nbytes <= limit:
-        yield tensor
-        return
-    rows = max(1, limit * tensor.shape[dim] // nbytes)
-    for first in range(0, tensor.shape[dim], rows):
-        yield from _pieces(tensor.narrow(dim, first, min(rows, tensor.shape[dim] - first)), limit)
 
 
 def _on_host(piece: torch.Tensor) -> torch.Tensor:
@@ -56,17 +44,17 @@ class HostCopy:
 
     def __init__(self, tensors: Sequence[torch.Tensor], limit: int = CHUNK) -> None:
         self.tensors, self.limit = tuple(tensors), limit
-        self.kept = [[_on_host(piece.detach()) for piece in _pieces(t, limit)] for t in self.tensors]
+        self.kept = [[_on_host(piece.detach()) for piece in pieces(t, limit)] for t in self.tensors]
 
     def put_back(self) -> None:
         for tensor, kept in zip(self.tensors, self.kept, strict=True):
-            for piece, saved in zip(_pieces(tensor, self.limit), kept, strict=True):
+            for piece, saved in zip(pieces(tensor, self.limit), kept, strict=True):
                 piece.copy_(saved)
 
     def difference(self) -> Difference | None:
         """The first bit that is not as it was kept."""
         for i, (tensor, kept) in enumerate(zip(self.tensors, self.kept, strict=True)):
-            for j, (piece, saved) in enumerate(zip(_pieces(tensor, self.limit), kept, strict=True)):
+            for j, (piece, saved) in enumerate(zip(pieces(tensor, self.limit), kept, strict=True)):
                 if not same_bits(piece, saved):
                     name = f"buffer {i}" if len(kept) == 1 else f"buffer {i} (part {j} of {len(kept)})"
                     return first_difference(name, saved, piece.cpu())

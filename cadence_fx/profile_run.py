@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from cadence_fx.bench_plot import PRODUCT, STOCK
+from cadence_fx.bench_turns import measuring, preparing
 from cadence_fx.catalog import settling
 from cadence_fx.contract import Contract
 from cadence_fx.device_trace import Timeline, timeline_of
@@ -19,6 +19,7 @@ from cadence_fx.families import Family, load
 from cadence_fx.modes import pinned_kernels
 from cadence_fx.module import CadenceModule, transform
 from cadence_fx.profile import Profile, profile_of
+from cadence_fx.program import Program
 from cadence_fx.roofline import Roofline
 from cadence_fx.traffic import SessionMemory
 
@@ -41,14 +42,14 @@ def profile_family(
     with pinned_kernels():
         family = load(target, **(options or {}))
         contract = family.contract()
-        roofline = Roofline.of(on)
         decoder = family.build_random(device, seed)
-        with torch.no_grad():
-            stock = _stock_chunk(decoder, family, contract, seed)
-        fast = transform(decoder, contract)
-        del decoder
-        gc.collect()  # modules hold themselves in cycles, and stock's buffers are large
-        profile = _steady(fast, roofline)
+        with preparing():
+            steady = _captured(transform(decoder, contract))
+        with measuring():
+            roofline = Roofline.of(on)
+            with torch.no_grad():
+                stock = _stock_chunk(decoder, family, contract, seed)
+            profile = profile_of(*steady, roofline)
         profile = Profile(profile.operators, profile.critical, profile.replay, stock)
     found = {
         "family": target,
@@ -70,7 +71,8 @@ def _stock_chunk(decoder: nn.Module, family: Family, contract: Contract, seed: i
     return timeline_of(lambda: steps[-1].action(decoder, memory), next(decoder.parameters()).device)
 
 
-def _steady(fast: CadenceModule, roofline: Roofline) -> Profile:
+def _captured(fast: CadenceModule) -> tuple[Program, list[Any], Callable[[], Any]]:
+    """The program of the steady chunk, its inputs, and a replay of it."""
     signature = fast.steady_signature()
     with torch.no_grad():
         program = fast._compile(signature)
@@ -82,7 +84,7 @@ def _steady(fast: CadenceModule, roofline: Roofline) -> Profile:
     if row.binding is None:
         raise CadenceError(f"the steady chunk was not captured: {'; '.join(map(str, row.refusals)) or 'it is cut'}")
     binding, engine = row.binding, captures.engine
-    return profile_of(program, inputs, lambda: engine.replay(binding, inputs), roofline)
+    return program, inputs, lambda: engine.replay(binding, inputs)
 
 
 def draw_timelines(profile: Profile, path: Path | str) -> None:

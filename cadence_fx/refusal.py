@@ -20,6 +20,7 @@ __all__ = [
     "HOST_VALUE",
     "NOT_REPEATABLE",
     "OUT_OF_MEMORY",
+    "PLAN_CACHE_FULL",
     "RUN_FAILED",
     "SEALED",
     "Refusal",
@@ -38,6 +39,7 @@ DIFFERENT_POSITION = register("CX509", "replay leaves the generator elsewhere th
 SEALED = register("CX510", "sealed: nothing is captured any more")
 HOST_VALUE = register("CX511", "a tensor that enters or leaves is not on the device")
 RUN_FAILED = register("CX512", "a run outside the capture failed")
+PLAN_CACHE_FULL = register("CX513", "no room in torch.backends.cuda.cufft_plan_cache for a plan to stay")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Request:
     reference: Callable[..., Any]
     alias: bool
     edit: Callable[[int], int] | None = None
+    first: Callable[..., Any] | None = None
+    plans: bool = False
 
     def prepare(self, backend: GraphBackend) -> None:
         """Save what must come back."""
@@ -59,6 +61,10 @@ class Request:
     def watched(self) -> Any:
         return self.generators.watch("probe", self.run_static)
 
+    def watched_first(self) -> Any:
+        run, inputs = self.first or self.run, [held.static for held in self.held]
+        return self.generators.watch("probe", lambda: self.backend.run_first(lambda: run(*inputs)))
+
     @property
     def draws(self) -> bool:
         """Whether the run moves the device's generator; known after the probe."""
@@ -71,7 +77,7 @@ class Request:
         outputs: list[Any] = []
         for _ in range(2):  # another thread's draw looks like ours, but hardly twice
             self.rewind()
-            outputs = pytree.tree_leaves(self.watched())
+            outputs = pytree.tree_leaves(self.watched_first())
             if not any(self.generators.moved["probe"]):
                 break
         if self.generators.moved["probe"][0]:

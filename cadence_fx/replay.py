@@ -65,6 +65,7 @@ class _Entry:
     aliased: list[tuple[torch.Tensor, int]]
     outputs: list[Any]
     spec: pytree.TreeSpec
+    plan_drops: int | None  # see PlanWatch, where the run uses plans
 
 
 class ExactShapeReplay:
@@ -103,6 +104,7 @@ class ExactShapeReplay:
         self, key: Hashable, run: Callable[..., Any], inputs: Sequence[Any], *, aliased: Sequence[torch.Tensor] = (),
         preserve: Sequence[torch.Tensor] = (), reference: Callable[..., Any] | None = None,
         compared: Sequence[torch.Tensor] | None = None, alias: bool = False, edit: Callable[[int], int] | None = None,
+        first: Callable[..., Any] | None = None, plans: bool = False,
     ) -> Binding | Refusal:  # fmt: skip
         """Capture ``run(*inputs)`` and prove its replay.
 
@@ -118,6 +120,8 @@ class ExactShapeReplay:
             alias: replays return the static outputs instead of copies.
             edit: gets the recorded graph's handle before it is instantiated, may change it, and returns the bytes of
                 memory that this took. It is held as long as the graph, and with it the memory that it brought in.
+            first: computes the same on one stream; runs first, while libraries set themselves up. ``run`` if None.
+            plans: the run uses plans of `cadence_fx.library_plans`; no replay once one may have been dropped.
         """
         with self._lock, _one_capture, self.backend.active(), torch.inference_mode(False), torch.no_grad():
             known = self._entries.get(key)
@@ -128,9 +132,9 @@ class ExactShapeReplay:
                 _bury()
                 compared = aliased if compared is None else compared
                 found = self._attempt(
-                    Request(key, run, inputs, aliased, preserve, compared, reference or run, alias, edit)
+                    Request(key, run, inputs, aliased, preserve, compared, reference or run, alias, edit, first, plans)
                 )
-                if isinstance(found, Refusal) and found.code != codes.BYTE_LIMIT:
+                if isinstance(found, Refusal) and found.code not in (codes.BYTE_LIMIT, codes.PLAN_CACHE_FULL):
                     self._failed[key] = found
             if isinstance(found, Refusal):
                 self._refusals[found.code] += 1
@@ -156,6 +160,8 @@ class ExactShapeReplay:
         request.prepare(self.backend)
         stage = codes.RUN_FAILED, "run failed"
         try:
+            if request.plans and not self.backend.plans.begin():
+                return Refusal(codes.PLAN_CACHE_FULL, "plan cache full", "raise its max_size, or clear() it first")
             predicted = request.probe()
             if isinstance(predicted, Refusal):
                 return predicted
@@ -196,7 +202,7 @@ class ExactShapeReplay:
         if self._pool is None:
             # A stream that no warm-up used: library workspaces then come from the pool and live as long as its graphs.
             self._pool, self._stream = self.backend.new_pool(), self.backend.new_stream()
-        pool, stream = self._pool, self._stream
+        pool, stream, drops = self._pool, self._stream, self.backend.plans.drops() if request.plans else None
         before = self.backend.reserved_bytes(pool)
         # Until the capture succeeds: the allocator does not take up a pool again whose last capture broke. Graphs that
         # such a pool already serves keep it alive and stay good.
@@ -212,7 +218,7 @@ class ExactShapeReplay:
         self._counts["predicted_bytes"] += predicted
         outputs, spec = pytree.tree_flatten(result)
         binding = Binding(request.key, self._generation, request.draws, request.alias, False, predicted, measured, 0.0)
-        return _Entry(binding, graph, request.held, [(t, t.data_ptr()) for t in request.aliased], outputs, spec)
+        return _Entry(binding, graph, request.held, [(t, t.data_ptr()) for t in request.aliased], outputs, spec, drops)
 
     def _put_back(self, request: Request) -> None:
         try:
@@ -257,6 +263,8 @@ class ExactShapeReplay:
             reason = held.mismatch(value, entry.binding.any_alignment)
             if reason is not None:
                 return reason
+        if entry.plan_drops is not None and entry.plan_drops != self.backend.plans.drops():
+            return "FFT plans were dropped: refresh() and warmup() capture anew"
         for i, (tensor, pointer) in enumerate(entry.aliased):
             if tensor.data_ptr() != pointer:
                 return f"buffer {i} moved"

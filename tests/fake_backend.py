@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from cadence_fx.library_plans import PlanWatch
 from cadence_fx.staging import writable
 
 
@@ -40,6 +41,8 @@ class FakeBackend:
         self.reserved = 0
         self.collecting_during_capture: bool | None = None
         self.listed: Counter[str] | None = None  # what the graph dump shows
+        self.cached_plans = 2
+        self.plans = PlanWatch(lambda: self.cached_plans, lambda: self.log.append("mark"))
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -53,6 +56,10 @@ class FakeBackend:
 
     def new_stream(self) -> str:
         return f"stream {len(self.log)}"
+
+    def run_first(self, run: Any) -> Any:
+        self.log.append("first")
+        return run()
 
     def run_on(self, stream: Any, run: Any) -> Any:
         self.log.append("warm-up")

@@ -307,10 +307,10 @@ def test_an_inverse_transform_is_exact_whether_it_is_captured_or_cut_out(on: Bac
     """G1-14: it looks at its window on the host, and its plan is made in the first call of a length."""
     prime = 131 if on.is_cuda else 31
     lengths = (10, 13, prime)
+    if on.is_cuda:
+        torch.backends.cuda.cufft_plan_cache.clear()
     twins = Twins(Vocoder, contract(lengths, fixed("left", 1, WIDTH, 2)), on, skip=skip)
     for x in on.chunks([10, 13, prime, 10, 13]):
-        if on.is_cuda:
-            torch.backends.cuda.cufft_plan_cache.clear()
         twins.step(x)
     assert twins.served == 5
     for program in twins.fast.programs.values():
@@ -320,6 +320,29 @@ def test_an_inverse_transform_is_exact_whether_it_is_captured_or_cut_out(on: Bac
         assert not skip or "aten.istft.default makes the host wait" in parts[1].reason
         row = twins.fast._captures.rows[program.signature] if on.captures else None  # type: ignore[union-attr]
         assert row is None or len(row.all_bindings) == (2 if skip else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(10,), (10, 13)])
+def test_a_graph_whose_plans_were_cleared_is_not_replayed(repeatable: None, lengths: tuple[int, ...]) -> None:
+    """G1-14: its kernels belong to the plan, and a replay without it crashes; stock makes itself a new one."""
+    on = Backend.of("cuda")
+    twins = Twins(Vocoder, contract(lengths, fixed("left", 1, WIDTH, 2)), on)
+    for x in on.chunks(lengths):
+        twins.step(x)
+    assert twins.served == len(lengths)
+    torch.backends.cuda.cufft_plan_cache.clear()
+    for x in on.chunks([*lengths, *lengths], seed=2):
+        twins.step(x)
+    found = twins.fast.stats()
+    assert found["replays"] == len(lengths)
+    assert found["plan"] == 2 * len(lengths)
+    assert any("FFT plans were dropped" in reason for reason in found["misses"]), found["misses"]
+    twins.fast.refresh()
+    twins.fast.warmup("all")
+    for x in on.chunks(lengths, seed=3):
+        twins.step(x)
+    assert twins.served == 2 * len(lengths)
 
 
 @pytest.mark.gpu

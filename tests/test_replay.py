@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cadence_fx.bits import same_bits
+from cadence_fx.library_plans import FULL
 from cadence_fx.live_state import HostCopy, StartState
 from cadence_fx.replay import Binding, ExactShapeReplay, Refusal
 from cadence_fx.staging import alignment, copy_of, like
@@ -465,6 +466,60 @@ def test_bytes_are_predicted_and_held_to_their_limit() -> None:
     assert refusal.detail == "max_bytes=350, in use 296, inputs and outputs need 96"
     eng.retire()
     assert isinstance(eng.capture("c", lambda x: x + 1, [example()]), Binding)
+
+
+def test_the_first_run_is_one_that_libraries_may_set_themselves_up_in() -> None:
+    """On several streams at once, a transform may run before the tables of its new plan are there."""
+    backend, order = FakeBackend(), list[str]()
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        order.append("first" if backend.log[-1] == "first" else "elsewhere")
+        return x + 1
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        order.append("spread")
+        return x + 1
+
+    assert isinstance(engine(backend).capture("key", spread, [example()], first=chain), Binding)
+    assert order[0] == "first"
+    assert "elsewhere" not in order
+    assert "spread" in order[1:]
+
+
+def test_a_graph_is_not_replayed_once_plans_were_dropped() -> None:
+    """G1-14."""
+    backend = FakeBackend()
+    eng = engine(backend)
+    planned = eng.capture("transform", lambda x: x * 2, [example()], plans=True)
+    other = eng.capture("plain", lambda x: x * 3, [example()])
+    assert isinstance(planned, Binding)
+    assert isinstance(other, Binding)
+    backend.cached_plans = 5
+    assert torch.equal(eng.replay(planned, [example()]), example() * 2)
+    backend.cached_plans = 4
+    replays = backend.replays
+    assert str(eng.replay(planned, [example()])).startswith("FFT plans were dropped")
+    backend.cached_plans = 9  # others are there now; the one that the graph was captured with is not
+    assert str(eng.replay(planned, [example()])).startswith("FFT plans were dropped")
+    assert backend.replays == replays
+    assert torch.equal(eng.replay(other, [example()]), example() * 3)
+    assert eng.stats()["misses"] == {"FFT plans were dropped": 2}
+    eng.retire()
+    again = eng.capture("transform", lambda x: x * 2, [example()], plans=True)
+    assert isinstance(again, Binding)
+    assert torch.equal(eng.replay(again, [example()]), example() * 2)
+
+
+def test_nothing_with_plans_is_captured_while_their_cache_is_full() -> None:
+    """G1-14: the next plan would push one out."""
+    backend = FakeBackend()
+    backend.cached_plans = FULL
+    eng = engine(backend)
+    assert refused(eng, lambda x: x * 2, plans=True).code == "CX513"
+    assert "capture" not in backend.log
+    backend.cached_plans = 1
+    assert isinstance(eng.capture("key", lambda x: x * 2, [example()], plans=True), Binding)
+    assert "mark" in backend.log
 
 
 def test_a_sealed_engine_replays_and_captures_nothing() -> None:
