@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +26,7 @@ from cadence_fx.bench_result import STOCK, BenchResult, CellResult
 from cadence_fx.bench_turns import measuring, preparing
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import load
+from cadence_fx.machine import command_line
 
 __all__ = ["BenchResult", "CellResult", "Event", "Progress", "bench", "cell_names"]
 
@@ -122,11 +121,6 @@ def bench(
                 for name in names:
                     measure(name)
     return result()
-
-
-def command_line(arguments: Sequence[str]) -> str:
-    """The command that a result can be made again with: files by their names, not where they lay on this machine."""
-    return shlex.join(["cadence-fx", *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
 
 
 def cell_names(cells: Sequence[str] | None) -> list[str]:

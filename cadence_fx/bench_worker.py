@@ -11,8 +11,6 @@ import contextlib
 import gc
 import json
 import os
-import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -30,7 +28,7 @@ from cadence_fx.catalog import settling
 from cadence_fx.contract import Arg, Contract, Region
 from cadence_fx.families import Family, load
 from cadence_fx.generators import generator_states
-from cadence_fx.modes import MODE_NAMES, ambient_modes
+from cadence_fx.machine import environment
 from cadence_fx.places import get_path
 from cadence_fx.traffic import SessionMemory, Step
 
@@ -155,32 +153,6 @@ def _ambient(spec: Spec, device: torch.device) -> Ambient:
     return lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def _driver() -> str | None:
-    """Version of the GPU's driver, which torch does not tell."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
-
-
-def _environment(device: torch.device, ambient: Ambient) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    with ambient():
-        modes = dict(zip(MODE_NAMES, ambient_modes(device.type), strict=True))
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "driver": _driver() if on_gpu else None,
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        "threads": torch.get_num_threads(),
-        "flags": {name: v if isinstance(v, (bool, str, type(None))) else str(v) for name, v in modes.items()},
-    }
-
-
 def _peaks(device: torch.device) -> tuple[int, int]:
     """Bytes allocated and reserved at most since the last reset."""
     if device.type != "cuda":
@@ -223,7 +195,8 @@ def run(spec: Spec, say: Say, wait: Callable[[], str]) -> None:
             say({"event": "block", "index": i})
     found.serving_peak_bytes, reserved = _peaks(device)
     found.reserved_bytes = max(found.reserved_bytes, reserved)
-    found.stats, found.environment = _stats(module), _environment(device, ambient)
+    with ambient():
+        found.stats, found.environment = _stats(module), environment(device)
     say({"event": "result", "result": found.to_dict()})
 
 

@@ -16,6 +16,7 @@ import cadence_fx
 from cadence_fx.cli_show import Report, Show
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import Family, available, load
+from cadence_fx.machine import command_line, environment
 
 __all__ = ["app"]
 
@@ -100,7 +101,8 @@ def verify(
     show, on = _show(json), _device(device)
     _family(target, option)
     result = _verified(show, target, on, chunks, seed, _options(option))
-    show.json(result.to_dict())
+    made_with = {"command": command_line(sys.argv[1:]), "seed": seed, "environment": environment(torch.device(on))}
+    show.json({**made_with, **result.to_dict()})
     if not result.ok:
         raise typer.Exit(DIFFERENT)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cadence_fx.bench import BenchResult, Event, bench, cell_names, command_line
+from cadence_fx.bench import BenchResult, Event, bench, cell_names
 from cadence_fx.bench_cells import CELLS, all_cells, find_cell
 from cadence_fx.bench_process import WorkerFailed, WorkerProcess
 from cadence_fx.bench_protocol import Block, Measured, Spec
@@ -19,6 +19,7 @@ from cadence_fx.bench_worker import play_block
 from cadence_fx.catalog import settling
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import load
+from cadence_fx.machine import command_line
 from tests.bench_target import TARGET
 
 SPEC = Spec(TARGET, "B0", "cpu", chunks=6, blocks=2, seed=0)
