@@ -247,9 +247,9 @@ def test_json_on_standard_output_is_the_only_thing_there(fakes: Fakes, run: RunC
     assert run("verify", "token2wav", "--device", "cpu", "--json", "-") == 0
     captured = capsys.readouterr()
     assert list(json.loads(captured.out)) == [
-        "command", "seed", "environment", "family", "device", "torch", "chunks", "bitwise_equal", "state_equal", "rng_equal", "self_agreement",
-        "first_mismatch", "replays", "plan", "eager", "catalog", "bytes", "output", "sha256", "ledger",
-        "flags", "seconds",
+        "command", "seed", "environment", "family", "device", "torch", "chunks", "bitwise_equal", "state_equal",
+        "rng_equal", "self_agreement", "first_mismatch", "replays", "plan", "eager", "catalog", "bytes", "output",
+        "sha256", "ledger", "flags", "seconds",
     ]  # fmt: skip
     assert "generator equal" in captured.err
 
