@@ -19,7 +19,7 @@ from torch import fx
 
 from cadence_fx.partition import Partition, Segment
 
-__all__ = ["ClosedGraph", "Compile", "CompiledSegments", "close", "inductor"]
+__all__ = ["ClosedGraph", "Compile", "CompiledSegments", "close", "graph_text", "inductor"]
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def close(segment: Segment) -> ClosedGraph:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = {}
     graph.lint()
-    return ClosedGraph(graph, tuple(order), _text(graph))
+    return ClosedGraph(graph, tuple(order), graph_text(graph))
 
 
 def _spread(
@@ -113,7 +113,8 @@ def _apart(views: Sequence[torch.Tensor]) -> bool:
     return all(a[1] < b[0] for a, b in itertools.pairwise(ends))
 
 
-def _text(graph: fx.Graph) -> str:
+def graph_text(graph: fx.Graph) -> str:
+    """A graph with its nodes called by their position: equal for equal structure."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
 
     def line(node: fx.Node) -> str:

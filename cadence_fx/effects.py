@@ -31,6 +31,8 @@ def _alias_and_writes(target: Any) -> tuple[int | None, tuple[int | str, ...]]:
     """Index of the argument that the result may alias, and positions (or names) of written arguments."""
     if target is operator.getitem or target in _MAY_ALIAS:
         return 0, ()
+    if (writes_at := getattr(target, "writes", None)) is not None:  # a group of operators in one kernel
+        return None, tuple(writes_at)
     schema = getattr(target, "_schema", None)
     if schema is None:
         return None, ()

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from cadence_fx.schedule import Schedule, leaving, memory_owners, operators
-from cadence_fx.specialise import FlatGraph, meta_of
+from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of
 
 __all__ = ["CONVOLUTIONS", "Pool", "pool_bytes", "workspace_bytes"]
 
@@ -113,26 +113,29 @@ def pool_bytes(flat: FlatGraph, planned: Schedule | None = None, pool: Pool | No
         pool.has_workspace = True
     order = operators(flat)
     release = _last_uses(flat, order) if planned is None else planned.release
-    held: dict[fx.Node, tuple[int, int, int, int]] = {}
+    held: dict[fx.Node, list[tuple[int, int, int, int]]] = {}
     for node in order:
         stream = 0 if planned is None else planned.stream[node]
         inside = [pool.allocate(n, stream) for n in _inside(node)]
-        meta = meta_of(node)
-        if meta is not None and not _in_place(node):
-            held[node] = pool.allocate(meta.nbytes, stream)
+        held[node] = [pool.allocate(meta.nbytes, stream) for meta in _results(node)]
         for block in inside:
             pool.release(block)
         for value in release.get(node, ()):
-            if value in held:
-                pool.release(held.pop(value))
+            for block in held.pop(value, ()):
+                pool.release(block)
     kept = leaving(flat)
-    for value in [v for v in held if v not in kept]:
-        pool.release(held.pop(value))
+    for block in [block for value, blocks in held.items() if value not in kept for block in blocks]:
+        pool.release(block)
     return pool.reserved - before
 
 
-def _in_place(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def _results(node: fx.Node) -> tuple[TensorMeta, ...]:
+    """What an operator allocates for its results."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return ()
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(v for v in values if isinstance(v, TensorMeta))
 
 
 def _inside(node: fx.Node) -> Iterator[int]:
