@@ -87,6 +87,7 @@ def _captured(family: Family, device: str, seed: int, granularity: Granularity) 
         raise CellUnavailable("captures need a CUDA device")
     fast = _transformed(family, device, seed, streams=1, granularity=granularity)
     fast.compiler.passes = PLAIN_PASSES
+    fast._captures.fuser = None  # type: ignore[union-attr]
     return fast.warmup().seal()
 
 
@@ -111,8 +112,9 @@ CELLS: Mapping[str, Cell] = {
         Cell("Rc", "replay alone, by chunk", partial(replay_only, granularity="chunk")),
         Cell("SR", "state rule and replay, by solver step", partial(_captured, granularity="step")),
         Cell("SRc", "state rule and replay, by chunk", partial(_captured, granularity="chunk")),
-        Cell("ours_chain", "cadence_fx on one stream", partial(_product, streams=1)),
+        Cell("ours_chain", "cadence_fx on one stream", partial(_product, streams=1, skip=("fuse_pointwise",))),
         Cell("ours_host", "cadence_fx of a decoder built on the host", _from_host),
+        Cell("ours_unfused", "cadence_fx before fusion", partial(_product, skip=("fuse_pointwise",))),
         Cell("ours", "cadence_fx", _product),
     )
 }

@@ -21,6 +21,7 @@ from cadence_fx.compiler import Compiler
 from cadence_fx.contract import Arg, Contract, Result
 from cadence_fx.device_trace import launch_counts
 from cadence_fx.footprint import Pool
+from cadence_fx.fusion import Fused, Fuser
 from cadence_fx.graph_backend import GraphBackend
 from cadence_fx.graph_edits import Converted, EditCounts
 from cadence_fx.library_plans import uses_plans
@@ -28,6 +29,7 @@ from cadence_fx.live_state import Generators, StartState
 from cadence_fx.memory import Memory
 from cadence_fx.modes import pinned_kernels
 from cadence_fx.partition import Granularity, Partition, Segment, partition
+from cadence_fx.passes.fuse_pointwise import FusePointwise
 from cadence_fx.places import get_path, set_path
 from cadence_fx.program import Program, describe
 from cadence_fx.refusal import NOT_REPEATABLE, Refusal
@@ -57,6 +59,7 @@ class ClassRow:
         guarantee: whose bits a replay gives.
         edits: what was changed in the recorded graph.
         predicted: bytes that the capture was to take, see `cadence_fx.footprint`; of one graph only.
+        fused: pointwise operators that the graph has in fewer kernels.
     """
 
     signature: Signature
@@ -68,6 +71,7 @@ class ClassRow:
     guarantee: str = AS_STOCK
     edits: EditCounts | None = None
     predicted: int = 0
+    fused: Fused | None = None
 
     @property
     def captured(self) -> bool:
@@ -86,6 +90,7 @@ class ClassRow:
             "captured": self.captured,
             "schedule": self.schedule,
             "edits": None if self.edits is None else self.edits.summary(),
+            "fused": None if self.fused is None else self.fused.summary(),
             "guarantee": self.guarantee if self.captured else "runs as the plan",
             "segments": [
                 {"name": s.name, "captured": s.name in self.bindings, "reason": s.reason, "operators": len(s.nodes)}
@@ -132,6 +137,7 @@ class Captures:
         # work on that stream only, and the matrix library keeps a workspace for each stream that it has seen.
         self.side_streams = CudaStreams(self.memory.device)
         self.converted, self.pool = Converted(), Pool()
+        self.fuser = None if FusePointwise.name in self.compiler.skip else Fuser.of(self.memory.device)
 
     # ------------------------------------------------------------------------------------------- capture
     def plan(self, wanted: Sequence[Signature]) -> None:
@@ -170,7 +176,7 @@ class Captures:
         self.pool = variant.pool
         return ClassRow(
             program.signature, binding, tuple(refusals), variant.label, guarantee=guarantee, edits=variant.counts,
-            predicted=variant.predicted + binding.predicted_bytes,
+            predicted=variant.predicted + binding.predicted_bytes, fused=variant.fused,
         )  # fmt: skip
 
     def _first(
@@ -192,7 +198,7 @@ class Captures:
 
     def variants(self, program: Program) -> Iterable[Variant]:
         """Ways to run a program under capture, the fastest first."""
-        return variants(program, self.side_streams, self.streams, self.edits, self.converted, self.pool)
+        return variants(program, self.side_streams, self.streams, self.edits, self.converted, self.pool, self.fuser)
 
     def _can_pin(self) -> bool:
         return not torch.backends.cudnn.deterministic

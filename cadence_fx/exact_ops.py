@@ -75,7 +75,8 @@ def admission(node: fx.Node, proven: Proven = nothing_proven) -> Admission | Non
 
 def is_function_of_one(node: fx.Node) -> bool:
     """True for a pointwise function of one floating-point tensor: its bits can be compared on every input."""
-    result, given = meta_of(node), node.all_input_nodes
+    result, given = meta_of(node), list[fx.Node]()
+    fx.map_arg((node.args, node.kwargs), given.append)
     if result is None or len(given) != 1 or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
     argument = meta_of(given[0])

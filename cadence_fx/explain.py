@@ -67,10 +67,11 @@ def report_of(fast: Inspection) -> Report:
     captures = fast._captures
     for signature, program in fast._programs.items():
         row = captures.rows.get(signature) if captures is not None else None
-        for change in program.changes:
+        fused = None if row is None else row.fused
+        for change in (*program.changes, *(() if fused is None else fused.changes)):
             key = (change.pass_name, change.what, change.where, change.why, change.source)
             changes[key] = max(changes.get(key, 0), change.count)
-        rejections.update(dict.fromkeys(program.rejections))
+        rejections.update(dict.fromkeys((*program.rejections, *(() if fused is None else fused.rejections))))
         classes.append(
             {
                 "call": signature.call,

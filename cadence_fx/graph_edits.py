@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from cadence_fx.errors import CadenceError
+from cadence_fx.fused_operator import FusedOperator
 from cadence_fx.graph_dump import MEMSET
 from cadence_fx.launch_graph import LaunchGraph, pointers
 from cadence_fx.output_slots import Tenancy
@@ -181,6 +182,8 @@ def _link_roots(graph: LaunchGraph, operator: Launched, sources: set[int]) -> No
 def _uses_library(graph: LaunchGraph, operator: Launched) -> bool:
     if operator.node.target in PRODUCTS:
         return True
+    if isinstance(operator.node.target, FusedOperator):
+        return False
     names = [graph.name(n) for n in range(operator.first, operator.last) if graph.kind(n) == "kernel"]
     return not all(any(part in name for part in _TORCH) for name in names)
 

@@ -14,7 +14,7 @@ from cadence_fx.graph_dump import checked, driver
 from cadence_fx.schedule import Schedule, is_view
 from cadence_fx.specialise import FlatGraph
 
-__all__ = ["CudaStreams", "Launched", "Launcher", "StreamBackend", "run_scheduled"]
+__all__ = ["CudaStreams", "Launched", "Launcher", "OneStream", "StreamBackend", "run_scheduled"]
 
 Launcher = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -82,6 +82,22 @@ class CudaStreams:
         found = checked(cu.cuStreamGetCaptureInfo(self._stream(0).cuda_stream))
         graph = next(value for value in found if isinstance(value, cu.CUgraph))
         return int(checked(cu.cuGraphGetNodes(graph))[1])
+
+
+class OneStream:
+    """Everything in order on the current stream, of whatever device."""
+
+    def use(self, stream: int) -> None:
+        """Nothing to switch."""
+
+    def record(self, stream: int) -> None:
+        """Nothing to wait for."""
+
+    def wait(self, stream: int, event: Any) -> None:
+        """What was recorded before has run before."""
+
+    def count(self) -> int | None:
+        return None
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,13 +13,15 @@ from torch import fx
 
 from cadence_fx.effects import mutated_bases
 from cadence_fx.footprint import CONVOLUTIONS, Pool, pool_bytes, workspace_bytes
+from cadence_fx.fusion import Fused, Fuser
 from cadence_fx.graph_dump import driver
 from cadence_fx.graph_edits import Constant, Converted, EditCounts, prepare_early, run_once
 from cadence_fx.launch_graph import RawGraph
 from cadence_fx.output_slots import OutputSlots, plan_slots
 from cadence_fx.program import Program
 from cadence_fx.schedule import Schedule, operators, schedule
-from cadence_fx.scheduled_run import CudaStreams, Launched, run_scheduled
+from cadence_fx.scheduled_run import CudaStreams, Launched, OneStream, StreamBackend, run_scheduled
+from cadence_fx.specialise import FlatGraph
 
 __all__ = ["Variant", "variants"]
 
@@ -33,6 +35,7 @@ class Variant:
         counts: what it did.
         predicted: bytes that the capture will take from the device beside its static inputs; ``pool`` is the model of
             the memory pool as the capture leaves it.
+        fused: what was fused, if anything.
     """
 
     label: str
@@ -41,10 +44,42 @@ class Variant:
     counts: EditCounts | None = None
     predicted: int = 0
     pool: Pool = field(default_factory=Pool)
+    fused: Fused | None = None
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a variant runs: a program's graph, as it is or fused, spread over streams or not."""
+
+    program: Program
+    flat: FlatGraph
+    planned: Schedule | None
+    streams: StreamBackend
+    device: torch.device
+    fused: Fused | None = None
+
+    def run(self, *inputs: Any) -> tuple[Any, ...]:
+        assert self.planned is not None
+        return run_scheduled(self.flat, self.program.module, self.planned, self.streams, inputs)
+
+    def label(self, *parts: str) -> str:
+        return ", ".join((*parts, *(() if self.fused is None else (self.fused.summary(),))))
+
+    def variant(self, variant: Variant, pool: Pool) -> Variant:
+        """The variant with what it will take predicted."""
+        after = copy.deepcopy(pool)
+        grown = pool_bytes(self.flat, self.planned, after, workspace_bytes(self.device))
+        return replace(variant, predicted=variant.predicted + grown, pool=after, fused=self.fused)
 
 
 def variants(
-    program: Program, streams: CudaStreams, count: int, edits: bool, converted: Converted, pool: Pool
+    program: Program,
+    streams: CudaStreams,
+    count: int,
+    edits: bool,
+    converted: Converted,
+    pool: Pool,
+    fuser: Fuser | None = None,
 ) -> Iterator[Variant]:
     """The variants of a program, each made when the one before it was not certified.
 
@@ -54,55 +89,55 @@ def variants(
         edits: whether recorded graphs are edited; needs ``cuda.bindings``.
         converted: constants in other layouts, shared by all captures.
         pool: the model of the memory pool as earlier captures left it; it is not changed.
+        fuser: fuses pointwise operators; None leaves them as they are.
     """
-    if count > 1 and streams.device.type == "cuda":
-        planned = schedule(program.flat, count)
-        if edits and driver() is not None:
-            yield _predicted(program, planned, streams.device, pool, _edited(program, planned, streams, converted))
-
-        def run(*inputs: Any) -> tuple[Any, ...]:
-            return run_scheduled(program.flat, program.module, planned, streams, inputs)
-
-        yield _predicted(program, planned, streams.device, pool, Variant(planned.summary(), run))
-    yield _predicted(program, None, streams.device, pool, Variant("chain", program.run))
-
-
-def _predicted(
-    program: Program, planned: Schedule | None, device: torch.device, pool: Pool, variant: Variant
-) -> Variant:
-    after = copy.deepcopy(pool)
-    grown = pool_bytes(program.flat, planned, after, workspace_bytes(device))
-    return replace(variant, predicted=variant.predicted + grown, pool=after)
+    spread = count > 1 and streams.device.type == "cuda"
+    fused = None if fuser is None else fuser.fuse(program)
+    for flat, what in ((None if fused is None else fused.flat, fused), (program.flat, None)):
+        if flat is None:
+            continue
+        if spread:
+            planned = schedule(flat, count)
+            graph = _Graph(program, flat, planned, streams, streams.device, what)
+            if edits and driver() is not None:
+                yield graph.variant(_edited(graph, streams, converted), pool)
+            yield graph.variant(Variant(graph.label(planned.summary()), graph.run), pool)
+        elif what is not None:
+            chain = _Graph(program, flat, schedule(flat, 1), OneStream(), streams.device, what)
+            yield chain.variant(Variant(chain.label("chain"), chain.run), pool)
+    chain = _Graph(program, program.flat, None, OneStream(), streams.device)
+    yield chain.variant(Variant("chain", program.run), pool)
 
 
-def _edited(program: Program, planned: Schedule, streams: CudaStreams, converted: Converted) -> Variant:
-    flat, launched, counts = program.flat, list[Launched](), EditCounts()
-    constants = _constants(program)
+def _edited(graph: _Graph, streams: CudaStreams, converted: Converted) -> Variant:
+    flat, planned, launched, counts = graph.flat, graph.planned, list[Launched](), EditCounts()
+    assert planned is not None
+    constants = _constants(graph)
     slots = OutputSlots(plan_slots(flat, operators(flat)), streams.device)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         launched.clear()
-        return run_scheduled(flat, program.module, planned, streams, inputs, slots.launch, launched)
+        return run_scheduled(flat, graph.program.module, planned, streams, inputs, slots.launch, launched)
 
     def edit(raw: int) -> int:
-        graph = RawGraph(raw)
+        recorded = RawGraph(raw)
         addresses = {slot: memory.data_ptr() for slot, memory in slots.memory.items()}
-        prepare_early(graph, launched, slots.planned, addresses, _lasting(slots), counts)
-        run_once(graph, launched, constants, converted, streams.device, counts)
-        graph.apply()
+        prepare_early(recorded, launched, slots.planned, addresses, _lasting(slots), counts)
+        run_once(recorded, launched, constants, converted, streams.device, counts)
+        recorded.apply()
         counts.nbytes += slots.nbytes
         return counts.nbytes
 
-    predicted = slots.nbytes + converted.expected(_convolved(program, constants))
-    return Variant(planned.summary(), run, edit, counts, predicted)
+    predicted = slots.nbytes + converted.expected(_convolved(graph, constants))
+    return Variant(graph.label(planned.summary()), run, edit, counts, predicted)
 
 
-def _convolved(program: Program, constants: Mapping[int, Constant]) -> Counter[Constant]:
+def _convolved(graph: _Graph, constants: Mapping[int, Constant]) -> Counter[Constant]:
     """Constants that convolutions read as weights, and how often: what conversions will be found for."""
     found = Counter[Constant]()
-    for node in program.flat.graph.nodes:
+    for node in graph.flat.graph.nodes:
         if node.target in CONVOLUTIONS and isinstance(node.args[1], fx.Node) and node.args[1].op == "get_attr":
-            constant = constants.get(getattr(program.module, str(node.args[1].target)).data_ptr())
+            constant = constants.get(getattr(graph.program.module, str(node.args[1].target)).data_ptr())
             found.update(() if constant is None else (constant,))
     return found
 
@@ -126,14 +161,14 @@ def _lasting(slots: OutputSlots) -> Callable[[int, int], bool]:
     return lasting
 
 
-def _constants(program: Program) -> dict[int, Constant]:
+def _constants(graph: _Graph) -> dict[int, Constant]:
     """Dense attributes that the program does not write, by address."""
-    flat = program.flat
+    flat = graph.flat
     written = {n.target for n in mutated_bases(flat.graph.nodes) if n.op == "get_attr"}
     found: dict[int, Constant] = {}
     for node in flat.graph.nodes:
         if node.op == "get_attr" and node.target not in written and "region" not in node.meta:
-            tensor = getattr(program.module, str(node.target))
+            tensor = getattr(graph.program.module, str(node.target))
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda and tensor.is_contiguous():
                 found[tensor.data_ptr()] = Constant.of(tensor)
     return found

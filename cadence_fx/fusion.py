@@ -1,0 +1,84 @@
+"""Fusing a program before it is captured: the pass, the compiled functions, and what there is to say about them."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cadence_fx.changes import Change, Rejection
+from cadence_fx.exact_ops import Proven, nothing_proven
+from cadence_fx.fused_operator import FusedKernels, FusedOperator
+from cadence_fx.generators import rewound
+from cadence_fx.passes.fuse_pointwise import FusePointwise
+from cadence_fx.program import Program
+from cadence_fx.specialise import FlatGraph
+
+__all__ = ["Fused", "Fuser"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A program's graph with groups in place of operators.
+
+    Attributes:
+        operators, groups: operators that were fused, and kernels that took their place.
+        functions: compiled functions that these kernels are calls of.
+        seconds: that compiling took; those that were known take none.
+    """
+
+    flat: FlatGraph
+    changes: tuple[Change, ...]
+    rejections: tuple[Rejection, ...]
+    operators: int
+    groups: int
+    functions: int
+    seconds: float
+
+    def summary(self) -> str:
+        return f"{self.operators} pointwise operators in {self.groups} kernels of {self.functions} kinds"
+
+
+@dataclass
+class Fuser:
+    """Fuses programs of one module; equal groups of all of them share a compiled function.
+
+    Args:
+        proven: which functions of one tensor have eager's bits when they are compiled, see `cadence_fx.proofs`.
+    """
+
+    device: torch.device
+    proven: Proven = nothing_proven
+    kernels: FusedKernels = field(default_factory=FusedKernels)
+
+    @classmethod
+    def of(cls, device: torch.device) -> Fuser | None:
+        """None where nothing can be compiled: fusion is for GPUs with Triton."""
+        if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return None
+        return cls(device)
+
+    def fuse(self, program: Program) -> Fused | None:
+        """None if there is nothing to fuse, or it cannot be compiled; the log says why."""
+        begin = time.perf_counter()
+        result = FusePointwise(self.proven).fuse(program.flat)
+        nodes = [n for n in result.flat.graph.nodes if isinstance(n.target, FusedOperator)]
+        if not nodes:
+            return None
+        try:
+            with rewound(self.device):  # a compiler that compares kernels draws their inputs
+                self.kernels.prepare(nodes, lambda target: getattr(program.module, target))
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the operators themselves are still there
+            log.warning("nothing is fused, for compiling failed: %s: %s", type(error).__name__, error)
+            return None
+        targets: Sequence[FusedOperator] = [n.target for n in nodes]
+        return Fused(
+            result.flat, result.changes, result.rejections, sum(len(t.targets) for t in targets), len(targets),
+            len({id(t.function) for t in targets}), time.perf_counter() - begin,
+        )  # fmt: skip
