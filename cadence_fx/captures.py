@@ -60,6 +60,7 @@ class ClassRow:
         edits: what was changed in the recorded graph.
         predicted: bytes that the capture was to take, see `cadence_fx.footprint`; of one graph only.
         fused: pointwise operators that the graph has in fewer kernels.
+        run: what was captured, as a function; of one graph only.
     """
 
     signature: Signature
@@ -72,6 +73,7 @@ class ClassRow:
     edits: EditCounts | None = None
     predicted: int = 0
     fused: Fused | None = None
+    run: Callable[..., Any] | None = None
 
     @property
     def captured(self) -> bool:
@@ -176,7 +178,7 @@ class Captures:
         self.pool = variant.pool
         return ClassRow(
             program.signature, binding, tuple(refusals), variant.label, guarantee=guarantee, edits=variant.counts,
-            predicted=variant.predicted + binding.predicted_bytes, fused=variant.fused,
+            predicted=variant.predicted + binding.predicted_bytes, fused=variant.fused, run=variant.run,
         )  # fmt: skip
 
     def _first(
@@ -342,7 +344,7 @@ class Captures:
         return [s for s, row in self.rows.items() if any(r.code == NOT_REPEATABLE for r in row.refusals)]
 
     def kernel_difference(self, program: Program) -> dict[str, tuple[int, int]] | None:
-        """Kernels that a replay launches more or less often than the program run operator by operator.
+        """Kernels that a replay launches more or less often than what was captured does outside of a graph.
 
         Live state and generators are as before afterwards.
 
@@ -353,12 +355,13 @@ class Captures:
         recorded = None if row is None or row.binding is None else self.engine.launches(row.binding)
         if recorded is None:
             return None
+        recorded_run = program.run if row is None or row.run is None else row.run
         start, generators = StartState(self._aliased(), self._live()), Generators(self.engine.backend)
         inputs = self.examples(program)
         with torch.no_grad(), self.engine.backend.active():
             try:
                 start.start(0)
-                run = lambda: program.run(*inputs)  # noqa: E731
+                run = lambda: recorded_run(*inputs)  # noqa: E731
                 launched = generators.watch("probe", lambda: launch_counts(run, self.memory.device))
             finally:
                 start.put_back()

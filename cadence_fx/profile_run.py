@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def _captured(fast: CadenceModule) -> tuple[Program, list[Any], Callable[[], Any
     if row.binding is None:
         raise CadenceError(f"the steady chunk was not captured: {'; '.join(map(str, row.refusals)) or 'it is cut'}")
     binding, engine = row.binding, captures.engine
+    if row.fused is not None:
+        program = replace(program, flat=row.fused.flat)
     return program, inputs, lambda: engine.replay(binding, inputs)
 
 
