@@ -186,10 +186,16 @@ def inductor(module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., 
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.decomposition import decompositions
 
     settings = {"fallback_random": True, "triton.cudagraphs": False}
-    with torch.no_grad(), config.patch(settings):
-        table = {op: rule for op, rule in select_decomp_table().items() if op is not aten.unfold_backward.default}
-        compiled: Any = compile_fx(module, list(arguments), config_patches=settings, decompositions=table)
+    overlap_add = aten.unfold_backward.default
+    # Out of the global table meanwhile: some versions refuse an operator that is in it and falls back all the same.
+    rule = decompositions.pop(overlap_add, None)
+    try:
+        with torch.no_grad(), config.patch(settings):
+            compiled: Any = compile_fx(module, list(arguments), config_patches=settings)
+    finally:
+        if rule is not None:
+            decompositions[overlap_add] = rule
     return compiled  # type: ignore[no-any-return]
