@@ -25,6 +25,7 @@ from cadence_fx.exact_ops import Proven, admission, is_function_of_one, nothing_
 from cadence_fx.fused_operator import FusedOperator, with_groups
 from cadence_fx.fusion_groups import fusion_groups
 from cadence_fx.pipeline import PassContext, PassResult
+from cadence_fx.reroute import read_from_concatenations
 from cadence_fx.schedule import operators
 from cadence_fx.specialise import FlatGraph, meta_of, source_of
 
@@ -53,6 +54,8 @@ class FusePointwise:
 
     def fuse(self, flat: FlatGraph) -> PassResult:
         """A graph with one node for each group; ``flat`` is left as it is."""
+        flat = flat.copy()
+        read_from_concatenations(flat)
         grounds = {node: admission(node, self.proven) for node in operators(flat)}
         groups = fusion_groups(flat, lambda node: grounds[node] is not None)
         found, _ = with_groups(flat, groups)

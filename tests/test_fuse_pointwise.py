@@ -130,6 +130,43 @@ def test_a_group_does_not_read_the_memory_that_it_writes() -> None:
     assert all("aten.copy_.default" not in kernel.targets for kernel in kernels(found))
 
 
+CONTEXT = torch.randn(2, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "end", "expected"),
+    [
+        ("its end", lambda h: h[:, 4:].transpose(1, 2), ("mul", "add", "cat")),
+        ("its end, with a dimension more", lambda h: h[:, 4:].permute(0, 2, 1).unsqueeze(0), ("mul", "add", "cat")),
+        ("a part of its columns", lambda h: h[:, 1:3, :8].transpose(1, 2), ("mul", "add", "cat")),
+        ("one row of it", lambda h: h[:, 5].unsqueeze(-1).expand(-1, -1, 2), ("mul", "add")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_copy_reads_from_a_concatenation_what_it_read_from_a_part(
+    what: str, end: Callable[..., Any], expected: tuple[str, ...]
+) -> None:
+    def function(state: torch.Tensor, context: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x * 2 + 1
+        seen = torch.cat([context, h.transpose(1, 2)], 2)
+        y = torch.relu(seen)
+        state.copy_(end(h))
+        return (y,)
+
+    found = fused(function, torch.zeros(end(X).shape), CONTEXT, X)
+    assert [tuple(t.split(".")[1] for t in k.targets) for k in kernels(found)] == [expected]
+
+
+def test_a_copy_before_the_concatenation_still_reads_the_part() -> None:
+    def function(state: torch.Tensor, context: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x * 2 + 1
+        state.copy_(h[:, 4:].transpose(1, 2))
+        return (torch.cat([context + state.sum(), h.transpose(1, 2)], 2).relu(),)
+
+    found = fused(function, torch.zeros(2, 8, 2), CONTEXT, X)
+    assert ("aten.mul.Tensor", "aten.add.Tensor") in [k.targets for k in kernels(found)]
+
+
 def test_random_draws_keep_their_order() -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a = torch.rand_like(x) * 2 + x
