@@ -37,7 +37,7 @@ class FusedOperator:
         graph: of the group; its placeholders are the arguments.
         results: what the arguments' operators would have returned.
         writes: positions of arguments that are written in place.
-        targets: the operators that it stands for.
+        targets, names: the operators that it stands for, and their nodes.
         function: the compiled form; the node cannot be run before it is there.
     """
 
@@ -45,6 +45,7 @@ class FusedOperator:
     results: tuple[TensorMeta, ...]
     writes: tuple[int, ...]
     targets: tuple[str, ...]
+    names: tuple[str, ...]
     text: str
     function: Callable[..., Any] | None = None
 
@@ -133,7 +134,7 @@ class _Rewriter:
         target = FusedOperator(
             body, tuple(m for n in shown if (m := meta_of(n)) is not None),
             tuple(i for i, n in enumerate(inputs) if n in written_nodes), tuple(str(n.target) for n in group.nodes),
-            graph_text(body),
+            tuple(n.name for n in group.nodes), graph_text(body),
         )  # fmt: skip
         made = self.graph.call_function(target, tuple(self._value(n) for n in inputs))
         made.meta = {
@@ -203,22 +204,24 @@ class FusedKernels:
 
     Attributes:
         compile: a graph and example arguments -> a function.
+        functions: what was compiled; the error's text of what could not be.
         seconds: that all compilations took.
     """
 
     compile: CompileGroup = compile_exact
-    functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    functions: dict[Any, Callable[..., Any] | str] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def prepare(self, nodes: Sequence[fx.Node], attribute: Callable[[str], torch.Tensor]) -> None:
+    def prepare(self, nodes: Sequence[fx.Node], attribute: Callable[[str], torch.Tensor]) -> dict[fx.Node, str]:
         """Give every fused node its function.
 
         Args:
             attribute: the tensor behind a get_attr node's target.
 
-        Raises:
-            CadenceError: a compiled function returns another layout than the operators that it stands for.
+        Returns:
+            Nodes whose group cannot be compiled, or returns another layout than its operators; with the error's text.
         """
+        failed: dict[fx.Node, str] = {}
         for node in nodes:
             target = node.target
             assert isinstance(target, FusedOperator)
@@ -226,9 +229,17 @@ class FusedKernels:
             key = (target.text, *map(_layout, examples))
             if key not in self.functions:
                 begin = time.perf_counter()
-                self.functions[key] = self._compiled(target, examples)
+                try:
+                    self.functions[key] = self._compiled(target, examples)
+                except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the operators are still there
+                    self.functions[key] = f"{type(error).__name__}: {error}"
                 self.seconds += time.perf_counter() - begin
-            target.function = self.functions[key]
+            found = self.functions[key]
+            if isinstance(found, str):
+                failed[node] = found
+            else:
+                target.function = found
+        return failed
 
     def _compiled(self, target: FusedOperator, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
         graph = fx.Graph()
@@ -239,7 +250,9 @@ class FusedKernels:
         with torch.no_grad():
             found = function(*given)
         for result, meta in zip(found, target.results, strict=True):
-            if (tuple(result.shape), result.stride(), result.dtype) != (meta.shape, meta.stride, meta.dtype):
+            # The stride of a dimension of one element says nothing.
+            strides = all(a == b for a, b, n in zip(result.stride(), meta.stride, meta.shape, strict=True) if n > 1)
+            if (tuple(result.shape), result.dtype) != (meta.shape, meta.dtype) or not strides:
                 raise CadenceError(
                     f"{target}: compiled to {result.dtype} {tuple(result.shape)} strides {result.stride()}, "
                     f"expected {meta} strides {meta.stride}"

@@ -65,18 +65,21 @@ class Fuser:
         return cls(device)
 
     def fuse(self, program: Program) -> Fused | None:
-        """None if there is nothing to fuse, or it cannot be compiled; the log says why."""
+        """None if there is nothing to fuse. Groups that cannot be compiled are left alone; the log says why."""
         begin = time.perf_counter()
-        result = FusePointwise(self.proven).fuse(program.flat)
-        nodes = [n for n in result.flat.graph.nodes if isinstance(n.target, FusedOperator)]
-        if not nodes:
-            return None
-        try:
+        left: frozenset[str] = frozenset()
+        while True:
+            result = FusePointwise(self.proven, left).fuse(program.flat)
+            nodes = [n for n in result.flat.graph.nodes if isinstance(n.target, FusedOperator)]
+            if not nodes:
+                return None
             with rewound(self.device):  # a compiler that compares kernels draws their inputs
-                self.kernels.prepare(nodes, lambda target: getattr(program.module, target))
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the operators themselves are still there
-            log.warning("nothing is fused, for compiling failed: %s: %s", type(error).__name__, error)
-            return None
+                failed = self.kernels.prepare(nodes, lambda target: getattr(program.module, target))
+            if not failed:
+                break
+            for node, text in failed.items():
+                log.warning("%s is not fused, for compiling it failed: %s", node, text)
+            left |= {name for node in failed for name in node.target.names}  # type: ignore[union-attr]
         targets: Sequence[FusedOperator] = [n.target for n in nodes]
         return Fused(
             result.flat, result.changes, result.rejections, sum(len(t.targets) for t in targets), len(targets),

@@ -40,9 +40,11 @@ class FusePointwise:
 
     Args:
         proven: says of a function of one tensor whether its compiled form has eager's bits on this device.
+        left: names of nodes that stay as they are.
     """
 
     proven: Proven = nothing_proven
+    left: frozenset[str] = frozenset()
     name: ClassVar[str] = "fuse_pointwise"
     after: ClassVar[tuple[str, ...]] = ("eliminate_dead",)
 
@@ -57,7 +59,7 @@ class FusePointwise:
         flat = flat.copy()
         read_from_concatenations(flat)
         grounds = {node: admission(node, self.proven) for node in operators(flat)}
-        groups = fusion_groups(flat, lambda node: grounds[node] is not None)
+        groups = fusion_groups(flat, lambda node: grounds[node] is not None and node.name not in self.left)
         found, _ = with_groups(flat, groups)
         counted: Counter[tuple[str, str, str]] = Counter()
         for group in groups:

@@ -15,7 +15,12 @@ import torch
 
 from cadence_fx.bits import first_difference
 from cadence_fx.errors import ContractError
+from cadence_fx.fused_operator import FusedKernels
+from cadence_fx.fusion import Fuser
+from cadence_fx.live_state import StartState
 from cadence_fx.module import CadenceModule, transform
+from cadence_fx.schedule import schedule
+from cadence_fx.scheduled_run import OneStream, run_scheduled
 from cadence_fx.traffic import Step, clone_tree
 from cadence_fx.verify import VerifyResult, compare, verify
 
@@ -25,6 +30,7 @@ except importlib.metadata.PackageNotFoundError:  # pragma: no cover
     pytest.skip("stepaudio2-minicpmo is not installed (pip install --no-deps)", allow_module_level=True)
 
 from cadence_fx.adapters import token2wav
+from tests.case_toys import aligned
 
 pytestmark = [pytest.mark.vendor, pytest.mark.slow]
 
@@ -285,3 +291,24 @@ def test_the_released_decoder_is_exact_and_holds_a_fraction_of_the_memory() -> N
     held = result.bytes
     assert held["stock_buffers"] >= 2129 * MIB
     assert held["ours_regions"] + held["ours_buffers"] <= 620 * MIB
+
+
+def test_the_steady_chunk_is_exact_with_groups_of_operators_as_one(fast: CadenceModule) -> None:
+    """Every function counts as proven, and each group runs its own operators: this is about the graph."""
+    program = fast._compile(fast.steady_signature())
+    fuser = Fuser(torch.device("cpu"), lambda node: True, FusedKernels(compile=lambda module, arguments: module))
+    fused = fuser.fuse(program)
+    assert fused is not None
+    assert fused.groups < fused.operators / 3
+    assert any("mul, add, cat" in change.where for change in fused.changes)
+    drawn = fast.compiler.drawn(program.signature)
+    inputs = [aligned(drawn[place]) if drawn[place].dtype == torch.int32 else drawn[place] for place in program.inputs]
+    buffers = [b.tensor for b in fast.memory.buffers.values()]
+    runs = []
+    for flat in (program.flat, program.flat, fused.flat):
+        StartState(buffers, []).start(0)
+        torch.manual_seed(0)
+        outputs = run_scheduled(flat, program.module, schedule(flat, 1), OneStream(), inputs)
+        runs.append(clone_tree({"outputs": outputs, "state": buffers, "generator": torch.get_rng_state()}))
+    assert first_difference("stock", runs[0], runs[1]) is None
+    assert first_difference("fused", runs[0], runs[2]) is None
