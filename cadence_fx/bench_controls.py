@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from cadence_fx.bench_cell import Cell, CellUnavailable
@@ -110,6 +111,15 @@ def _named(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _returning_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch's CUDA graphs ask of whoever keeps a result: the next replay overwrites it, and state is kept."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, torch.clone, function(*args, **kwargs))
+
+    return call
+
+
 def _begin_step_at_each_call(decoder: nn.Module, contract: Contract) -> None:
     """Tell torch's CUDA graphs where a call begins, as their documentation asks: outputs of the last one may go."""
     mark: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
@@ -142,8 +152,14 @@ def _compiled(
     if not paths:
         raise CellUnavailable(f"{family.name} declares no such callable")
     decoder, left = family.build_random(device, seed), dict[str, str]()
-    compile_boundaries(decoder, paths, lambda original: torch.compile(original, mode=mode))
-    if not mode.endswith("no-cudagraphs"):
+    graphs = not mode.endswith("no-cudagraphs")
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(original, mode=mode)
+        return _returning_copies(compiled) if graphs else compiled
+
+    compile_boundaries(decoder, paths, wrap)
+    if graphs:
         _begin_step_at_each_call(decoder, contract)
     decoder.__dict__["stats"] = lambda: {"left_as_stock": dict(left)}
     with dynamo.patch(recompile_limit=RECOMPILES):

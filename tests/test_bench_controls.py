@@ -258,6 +258,27 @@ def test_compiled_boundaries_run_the_decoder(backend: str, monkeypatch: pytest.M
     assert len(marks) == warm + 4
 
 
+def test_results_of_graphs_are_copied_before_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    static = torch.zeros(2)
+    copying = bench_controls._returning_copies(lambda value: {"out": static.fill_(value)})
+    first = copying(1.0)
+    copying(2.0)
+    assert first["out"].tolist() == [1.0, 1.0]
+
+    monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+    wrapped = list[Any]()
+
+    def noted(function: Any) -> Any:
+        wrapped.append(function)
+        return function
+
+    monkeypatch.setattr(bench_controls, "_returning_copies", noted)
+    CONTROLS["compile_max_autotune"].make(ToyFamily(), "cpu", 0)
+    assert wrapped == []
+    CONTROLS["compile_reduce_overhead"].make(ToyFamily(), "cpu", 0)
+    assert len(wrapped) == 1
+
+
 def test_modes_without_graphs_mark_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, mode: function)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: pytest.fail("a step was marked"))
