@@ -9,6 +9,7 @@ admitted by proof and not by name (`cadence_fx.proofs`).
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,11 @@ def compile_exact(
         A function of such arguments that returns a list or tuple, as the graph does.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+
+    with warnings.catch_warnings():
+        # Importing Inductor imports modules of torch that warn that they are deprecated; no user can act on it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor.compile_fx import compile_fx
 
     chosen = exact_settings() if settings is None else settings
     with torch.no_grad(), config.patch(chosen):
