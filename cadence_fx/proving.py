@@ -1,9 +1,9 @@
 """Comparing a compiled unary operator with eager on every input there is.
 
 Why bits found here hold inside a larger fused kernel, too. With the settings of `compile_exact` each operator of a
-graph stays an operation of its own: nothing is contracted or reassociated, every result is rounded to its dtype before it is
-used again, and Inductor lowers an operator to the same expression whatever stands beside it. So within any kernel the
-operator gets the bits that eager's would get and computes the same function of these. That is an argument about a
+graph stays an operation of its own: nothing is contracted or reassociated, every result is rounded to its dtype before
+it is used again, and Inductor lowers an operator to the same expression whatever stands beside it. So within any kernel
+the operator gets the bits that eager's would get and computes the same function of these. That is an argument about a
 compiler, so it is tested as well: the operator is also compiled between products and sums (`UnaryOperator.embedded`),
 where a contraction with a neighbour or a missing rounding gives other bits than eager's chain, at a length that no
 vector divides, and on strided memory. Eager itself is run on strided and on dense memory, because a CPU's eager kernels
