@@ -5,8 +5,8 @@ graph stays an operation of its own: nothing is contracted or reassociated, ever
 it is used again, and Inductor lowers an operator to the same expression whatever stands beside it. So within any kernel
 the operator gets the bits that eager's would get and computes the same function of these. That is an argument about a
 compiler, so it is tested as well: the operator is also compiled between products and sums (`UnaryOperator.embedded`),
-where a contraction with a neighbour or a missing rounding gives other bits than eager's chain, at a length that no
-vector divides, and on strided memory. Eager itself is run on strided and on dense memory, because a CPU's eager kernels
+where a contraction with a neighbour or a missing rounding gives other bits than eager's chain; alone at a length that
+no vector divides; and on strided memory. Eager itself is run on strided and on dense memory, because a CPU's eager kernels
 use other code for each: where their bits differ, the operator is no function of its input alone.
 """
 
@@ -68,7 +68,7 @@ def prove(
     here: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here, torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
-            for compare in (_contiguous, _embedded, _strided):
+            for compare in (_alone, _embedded, _strided):
                 checks += compare(operator, inputs, compile)
         except Exception as problem:  # noqa: BLE001 - a compiler's errors are of many classes, and none is a proof
             error = f"{type(problem).__name__}: {str(problem).strip()}".splitlines()[0]
@@ -83,10 +83,11 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 # ---------------------------------------------------------------------------------------------- the three comparisons
-def _contiguous(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> list[Check]:
-    module, length = operator.alone(), inputs.chunk
+def _alone(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> list[Check]:
+    """At an odd length, so that the ends of vectors and blocks are covered."""
+    module, length = operator.alone(), inputs.chunk - 1
     compiled = compile(module, [inputs.at(0, length)])
-    tally = _Tally(operator, "f(x)", "contiguous")
+    tally = _Tally(operator, "f(x)", "odd")
     for first in inputs.starts(length):
         x = inputs.at(first, length)
         _compare([tally], x, module(x), compiled(x), inputs.total - first)
@@ -94,10 +95,10 @@ def _contiguous(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> l
 
 
 def _embedded(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> list[Check]:
-    """In one kernel with neighbours, at an odd length, so that the ends of vectors and blocks are covered."""
-    (names, module), length = operator.embedded(), inputs.chunk - 1
+    """In one kernel with neighbours, at a length of whole vectors and blocks."""
+    (names, module), length = operator.embedded(), inputs.chunk
     compiled = compile(module, [inputs.at(0, length)])
-    tallies = [_Tally(operator, name, "odd") for name in names]
+    tallies = [_Tally(operator, name, "contiguous") for name in names]
     for first in inputs.starts(length):
         x = inputs.at(first, length)
         _compare(tallies, x, module(x), compiled(x), inputs.total - first)

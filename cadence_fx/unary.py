@@ -127,10 +127,9 @@ class UnaryOperator:
         def moved(source: fx.Node) -> fx.Node:
             return graph.call_function(plus, (source, _SUMMAND))
 
-        plain = self.add_to(graph, x)
+        # No result may have a second use: compilers contract a product only where nothing else reads it.
         results = {
-            "f(x)": plain,
-            "f(x) + b": moved(plain),
+            "f(x) + b": moved(self.add_to(graph, x)),
             "f(x * a) * a + b": moved(scaled(self.add_to(graph, scaled(x)))),
             "f(x + b) * a": scaled(self.add_to(graph, moved(x))),
         }
