@@ -2,12 +2,13 @@
 
 Why bits found here hold inside a larger fused kernel, too. With the settings of `compile_exact` each operator of a
 graph stays an operation of its own: nothing is contracted or reassociated, every result is rounded to its dtype before
-it is used again, and Inductor lowers an operator to the same expression whatever stands beside it. So within any kernel
-the operator gets the bits that eager's would get and computes the same function of these. That is an argument about a
-compiler, so it is tested as well: the operator is also compiled between products and sums (`UnaryOperator.embedded`),
-where a contraction with a neighbour or a missing rounding gives other bits than eager's chain; alone at a length that
-no vector divides; and on strided memory. Eager itself is run on strided and on dense memory, because a CPU's eager kernels
-use other code for each: where their bits differ, the operator is no function of its input alone.
+it is used again, and Inductor lowers an operator to the same expression whatever stands beside it. So within any
+kernel the operator gets the bits that eager's would get and computes the same function of these. That is an argument
+about a compiler, so it is tested as well: the operator is also compiled between products and sums
+(`UnaryOperator.embedded`), where a contraction with a neighbour or a missing rounding gives other bits than eager's
+chain; alone at lengths that vectors divide and do not divide; and on strided memory. Eager itself is run on strided
+and on dense memory, because a CPU's eager kernels use other code for each: where their bits differ, the operator is no
+function of its input alone.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ __all__ = ["Compile", "prove"]
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-# Inputs at a time: on a GPU large enough that launching costs nothing, and about 2 GiB with all results beside them.
-_CHUNK = {"cuda": 1 << 26, "cpu": 1 << 18}
+# Inputs at a time: on a GPU large enough that launching costs little, and less than 2 GiB with all that is beside them.
+_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 18}
+# An odd length at which all inputs (on a CPU) or some of every kind meet the code for what is left over of a vector or
+# a block. Of float32, whose inputs are too many for it, the ends of all chunks do.
+_ODD = {"cuda": 1023, "cpu": 15}
 _INTEGER = {16: torch.int16, 32: torch.int32}
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
 
@@ -46,7 +50,7 @@ def prove(
 ) -> Verdict:
     """Compare eager with the compiled operator on all 2^16 or 2^32 inputs, NaN payloads and denormals included.
 
-    On a CPU 2^32 inputs in four checks take hours; ``limit`` looks at fewer and gives a verdict that proves nothing.
+    On a CPU 2^32 inputs in every check take hours; ``limit`` looks at fewer and gives a verdict that proves nothing.
 
     Args:
         operator: what is compared.
@@ -68,7 +72,7 @@ def prove(
     here: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here, torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
-            for compare in (_alone, _embedded, _strided):
+            for compare in (_alone, _odd, _embedded, _strided):
                 checks += compare(operator, inputs, compile)
         except Exception as problem:  # noqa: BLE001 - a compiler's errors are of many classes, and none is a proof
             error = f"{type(problem).__name__}: {str(problem).strip()}".splitlines()[0]
@@ -82,12 +86,20 @@ def _indexed(device: torch.device) -> torch.device:
     return device
 
 
-# ---------------------------------------------------------------------------------------------- the three comparisons
+# ---------------------------------------------------------------------------------------------- the comparisons
 def _alone(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> list[Check]:
-    """At an odd length, so that the ends of vectors and blocks are covered."""
-    module, length = operator.alone(), inputs.chunk - 1
+    return _plain(operator, inputs, compile, "contiguous", inputs.chunk)
+
+
+def _odd(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> list[Check]:
+    """Alone where the ends of vectors and blocks are."""
+    return _plain(operator, inputs, compile, "odd", inputs.odd)
+
+
+def _plain(operator: UnaryOperator, inputs: _Inputs, compile: Compile, layout: str, length: int) -> list[Check]:
+    module = operator.alone()
     compiled = compile(module, [inputs.at(0, length)])
-    tally = _Tally(operator, "f(x)", "odd")
+    tally = _Tally(operator, "f(x)", layout)
     for first in inputs.starts(length):
         x = inputs.at(first, length)
         _compare([tally], x, module(x), compiled(x), inputs.total - first)
@@ -133,6 +145,7 @@ class _Inputs:
     def __init__(self, operator: UnaryOperator, device: torch.device, total: int, chunk: int) -> None:
         self.dtype, self.bits, self.total = operator.torch_dtype, operator.bits, total
         self.chunk = min(chunk, operator.domain)
+        self.odd = self.chunk - 1 if operator.bits == 32 else min(self.chunk - 1, _ODD[device.type])
         # An odd step visits no pattern twice, so that a partial run meets all exponents and all ends of mantissas.
         self.step = 1 if total == operator.domain else operator.domain // total | 1
         self.ramp = torch.arange(self.chunk, device=device, dtype=torch.int64)

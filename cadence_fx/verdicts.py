@@ -156,8 +156,8 @@ class Check:
 
     Attributes:
         what: the expression that was compared, in ``f`` for the operator.
-        layout: ``odd`` (dense, at a length that no vector divides), ``contiguous`` (at one that vectors divide), ``strided`` (every second element), or
-            ``eager strided``: eager on strided against eager on contiguous memory, whose bits may differ too.
+        layout: ``contiguous``; ``odd``, dense at a length that no vector divides; ``strided``, every second element; or
+            ``eager strided``: eager on strided against eager on dense memory, whose bits may differ too.
         nan, denormal, others: number of inputs whose results differ, by the class of the input.
         first: the first of them, or None.
     """
