@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cadence_fx import proofs as module
+from cadence_fx import verdicts
 from cadence_fx.proofs import Check, Mismatch, ProofKey, Proofs, UnaryOperator, Verdict, cache_folder, write_proofs
 from cadence_fx.verdicts import LAYOUTS
 
@@ -142,6 +145,24 @@ def test_the_key_of_this_process_is_plain_and_repeatable() -> None:
     assert (key.torch_version, key.driver) == (torch.__version__, "")
     assert torch.backends.cpu.get_cpu_capability() in key.device
     assert dict(key.settings)["cpp.enable_floating_point_contract_flag"] == '"off"'
+
+
+def test_the_key_of_a_gpu_names_driver_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Stands in for what torch and Triton tell where there is a GPU.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr(verdicts, "_triton", verdicts._triton.__wrapped__)  # not from its cache
+    keys = []
+    for driver in ("580.65", None):
+        monkeypatch.setattr(verdicts, "driver_version", lambda driver=driver: driver)
+        keys.append(ProofKey.current("cuda"))
+    assert [(key.device, key.driver, key.compiler) for key in keys] == [
+        ("NVIDIA H200", "580.65", "triton 3.6.0"),
+        ("NVIDIA H200", "CUDA 13000", "triton 3.6.0"),
+    ]
+    assert "flush_denormal" not in dict(keys[0].settings)  # a mode of the CPU's threads
 
 
 def test_settings_and_modes_that_change_bits_are_part_of_the_key() -> None:
