@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from cadence_fx.proving import prove
 from cadence_fx.unary import UnaryOperator
@@ -79,6 +80,12 @@ class Proofs:
     def lookup(self, operator: UnaryOperator) -> Verdict | None:
         """The complete verdict on an operator, which need not be ``exact``, or None if there is none."""
         return self._found.get(operator)
+
+    def proven(self, node: fx.Node) -> bool:
+        """True for a node of a flat graph whose operator is exact on every input, whatever its memory's layout."""
+        operator = UnaryOperator.of(node)
+        verdict = None if operator is None else self._found.get(operator)
+        return verdict is not None and verdict.exact
 
     def add(self, *verdicts: Verdict) -> None:
         """Keep verdicts here and in the cache's file; a later one replaces an earlier one.

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from cadence_fx import proofs as module
 from cadence_fx import verdicts
 from cadence_fx.proofs import Check, Mismatch, ProofKey, Proofs, UnaryOperator, Verdict, cache_folder, write_proofs
+from cadence_fx.specialise import TensorMeta
 from cadence_fx.verdicts import LAYOUTS
 
 KEY = ProofKey(
@@ -68,6 +70,25 @@ def test_what_two_processes_add_is_kept_of_both(cache: Path, shipped: Path) -> N
     one.add(exact())
     other.add(exact(POW))
     assert len(Proofs(KEY, cache, shipped)) == 2
+
+
+def test_a_node_is_proven_if_its_very_operator_is_exact(cache: Path, shipped: Path) -> None:
+    proofs = Proofs(KEY, cache, shipped)
+    proofs.add(exact(), different(POW))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    found = {}
+    for name, dtype, target, *others in (
+        ("exact", torch.float16, torch.ops.aten.exp.default),
+        ("another dtype", torch.float32, torch.ops.aten.exp.default),
+        ("different", torch.float32, torch.ops.aten.pow.Tensor_Scalar, 2),
+        ("unknown", torch.float16, torch.ops.aten.sin.default),
+        ("no function of one element", torch.float16, torch.ops.aten.cumsum.default, 0),
+    ):
+        node = graph.call_function(target, (x, *others))
+        x.meta["val"] = node.meta["val"] = TensorMeta((3,), (1,), dtype, torch.device("cpu"))
+        found[name] = proofs.proven(node)
+    assert [name for name, proven in found.items() if proven] == ["exact"]
 
 
 def test_a_later_verdict_replaces_an_earlier_one(cache: Path, shipped: Path) -> None:
