@@ -212,6 +212,48 @@ def graph(
     show.json({"family": target, "files": _written(show, fast, out)})
 
 
+@app.command()
+def prove(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="A family or package.module:factory: the operators of its graphs.", show_default=False),
+    ] = None,
+    operators: Annotated[
+        str | None,
+        typer.Option("--operators", help="Names, as exp,silu,pow_2; all known by default.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32,bfloat16,float16; on a CPU the last two by default.", show_default=False),
+    ] = None,
+    again: Annotated[bool, typer.Option("--all", help="Those too for which there is a verdict already.")] = False,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    option: OptionsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare unary operators, compiled, with eager on every input; what is exact may be fused on this machine."""
+    show, on = _show(json), _device(device)
+    from cadence_fx.cli_prove import graph_operators, named_operators, prove_all
+
+    if target is not None and operators is not None:
+        _stop("give a TARGET or --operators, not both")
+    if target is None:
+        try:
+            chosen = named_operators(operators, dtype, on)
+        except ValueError as error:
+            _stop(str(error))
+    else:
+        family = _family(target, option)
+        with _rejections(), show.console.status("tracing and rewriting"):
+            chosen = graph_operators(_transformed(family, on, seed, backend="plan").warmup(), dtype)
+    try:
+        found = prove_all(show, chosen, on, again=again)
+    except OSError as error:
+        _stop(f"the proofs cannot be kept: {error}", DIFFERENT)
+    show.json({"command": command_line(sys.argv[1:]), **found})
+
+
 # ---------------------------------------------------------------------------------------------- shared steps
 def _verified(show: Show, target: str, device: str, chunks: int, seed: int, options: dict[str, Any]) -> Any:
     from cadence_fx.explain import explain

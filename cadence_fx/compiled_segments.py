@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cadence_fx.exact_compile import inductor_entry
 from cadence_fx.partition import Partition, Segment
 
 __all__ = ["ClosedGraph", "Compile", "CompiledSegments", "close", "graph_text", "inductor"]
@@ -185,7 +186,6 @@ def inductor(module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., 
     atomics, whose result changes from run to run, which no certificate allows.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import decompositions
 
     settings = {"fallback_random": True, "triton.cudagraphs": False}
@@ -194,7 +194,7 @@ def inductor(module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., 
     rule = decompositions.pop(overlap_add, None)
     try:
         with torch.no_grad(), config.patch(settings):
-            compiled: Any = compile_fx(module, list(arguments), config_patches=settings)
+            compiled: Any = inductor_entry()(module, list(arguments), config_patches=settings)
     finally:
         if rule is not None:
             decompositions[overlap_add] = rule

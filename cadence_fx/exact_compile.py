@@ -9,13 +9,14 @@ admitted by proof and not by name (`cadence_fx.proofs`).
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["EXACT", "compile_exact", "exact_settings"]
+__all__ = ["EXACT", "compile_exact", "exact_settings", "inductor_entry"]
 
 # Only settings that change how operators round, and those that keep Inductor from rewriting operators into others.
 EXACT: dict[str, Any] = {
@@ -42,6 +43,14 @@ def exact_settings() -> dict[str, Any]:
     return {name: value for name, value in EXACT.items() if name in known}
 
 
+def inductor_entry() -> Callable[..., Any]:
+    """``compile_fx``, imported quietly: it imports modules of torch that warn of being deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor.compile_fx import compile_fx
+    return compile_fx
+
+
 def compile_exact(
     module: fx.GraphModule, arguments: Sequence[Any], settings: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -56,9 +65,8 @@ def compile_exact(
         A function of such arguments that returns a list or tuple, as the graph does.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
 
     chosen = exact_settings() if settings is None else settings
     with torch.no_grad(), config.patch(chosen):
-        compiled: Any = compile_fx(module, list(arguments), config_patches=chosen)
+        compiled: Any = inductor_entry()(module, list(arguments), config_patches=chosen)
     return compiled  # type: ignore[no-any-return]

@@ -9,7 +9,8 @@ Three classes are admitted, everything else never:
 - proven: a function of one tensor whose bits were compared with eager's on every input (`cadence_fx.proofs`).
 
 A sum with a factor (``alpha``) is left out since eager may contract it, a quotient by a number since eager multiplies
-by its reciprocal, and the minimum and maximum of floats since the payload of a NaN depends on the instruction.
+by its reciprocal, and the minimum and maximum of floats since the payload of a NaN depends on the instruction. Of
+16-bit floats only what is proven is admitted: compilers hold them in 32 bits, and the way back changes NaNs.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def admission(node: fx.Node, proven: Proven = nothing_proven) -> Admission | Non
     if node.op != "call_function" or not _plain(node):
         return None
     target = node.target
+    if _short_floats(node):
+        return "proven" if is_function_of_one(node) and proven(node) else None
     if target in MOVEMENT:
         return "movement" if _moves_only(node) else None
     if target in SUMS:
@@ -96,6 +99,11 @@ def _plain(node: fx.Node) -> bool:
         and bool(given)
         and all(m is not None and m.dtype in _PLAIN and m.device == result.device for m in (result, *given))
     )
+
+
+def _short_floats(node: fx.Node) -> bool:
+    """True if a 16-bit float enters or leaves."""
+    return any(m is not None and m.dtype in (torch.float16, torch.bfloat16) for m in (meta_of(node), *_metas(node)))
 
 
 def _float(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from cadence_fx.fused_operator import FusedKernels, FusedOperator
 from cadence_fx.generators import rewound
 from cadence_fx.passes.fuse_pointwise import FusePointwise
 from cadence_fx.program import Program
+from cadence_fx.proofs import Proofs
 from cadence_fx.specialise import FlatGraph
 
 __all__ = ["Fused", "Fuser"]
@@ -62,7 +63,7 @@ class Fuser:
         """None where nothing can be compiled: fusion is for GPUs with Triton."""
         if device.type != "cuda" or importlib.util.find_spec("triton") is None:
             return None
-        return cls(device)
+        return cls(device, Proofs.on(device).proven)
 
     def fuse(self, program: Program) -> Fused | None:
         """None if there is nothing to fuse. Groups that cannot be compiled are left alone; the log says why."""

@@ -14,7 +14,7 @@ import torch
 
 from cadence_fx.modes import MODE_NAMES, ambient_modes
 
-__all__ = ["command_line", "environment"]
+__all__ = ["command_line", "driver_version", "environment"]
 
 
 def command_line(arguments: Sequence[str]) -> str:
@@ -28,7 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     modes = dict(zip(MODE_NAMES, ambient_modes(device.type), strict=True))
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "driver": _driver() if on_gpu else None,
+        "driver": driver_version() if on_gpu else None,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -38,7 +38,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
     """Version of the GPU's driver, which torch does not tell."""
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -379,7 +379,10 @@ def test_graph_writes_into_the_folder_asked_for(fakes: Fakes, run: RunCli, capsy
         (("verify", "no_such_module:make"), "needs the module 'no_such_module'"),
         (("verify",), "Missing argument"),
         (("verify", "token2wav", "--chunks", "0"), "--chunks"),
-        (("prove", "token2wav"), "No such command"),
+        (("proof", "token2wav"), "No such command"),
+        (("prove", "token2wav", "--operators", "exp"), "give a TARGET or --operators, not both"),
+        (("prove", "--operators", "exp,silo"), "no operator is called 'silo' (did you mean 'silu'?)"),
+        (("prove", "--dtype", "float"), "no dtype is called 'float'"),
     ],
 )
 def test_wrong_usage_exits_with_2(

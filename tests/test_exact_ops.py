@@ -25,7 +25,7 @@ def admitted(name: str, function: Callable[..., Any], *tensors: torch.Tensor, pr
     ("name", "function", "tensors"),
     [
         ("add", lambda x, y: (x + y,), (F, F)),
-        ("add", lambda x: (x + 0.3,), (B,)),
+        ("add", lambda x: (x + 0.3,), (F,)),
         ("sub", lambda x: (x - 1,), (I,)),
         ("rsub", lambda x: (1.0 - x,), (F,)),
         ("mul", lambda x, y: (x * y,), (F, F[:, :1])),
@@ -34,7 +34,7 @@ def admitted(name: str, function: Callable[..., Any], *tensors: torch.Tensor, pr
         ("logical_not", lambda x: (torch.logical_not(x > 0),), (F,)),
         ("maximum", lambda x, y: (torch.maximum(x, y),), (I, I)),
         ("masked_fill", lambda x: (x.masked_fill(x > 0, -1.0),), (F,)),
-        ("to", lambda x: (x.to(torch.bfloat16),), (F,)),
+        ("to", lambda x: (x.to(torch.float64),), (F,)),
         ("to", lambda x: (x.to(torch.float32),), (I,)),
     ],
 )
@@ -71,6 +71,9 @@ def test_movement_is_admitted(name: str, function: Callable[..., Any], tensors: 
         ("it converts", "copy_", lambda x, y: (x.copy_(y),), (F, B)),
         ("a reduction", "sum", lambda x: (x.sum(-1),), (F,)),
         ("a normalisation", "layer_norm", lambda x: (torch.layer_norm(x, [4]),), (F,)),
+        ("NaNs of 16 bits", "add", lambda x: (x + 0.3,), (B,)),
+        ("NaNs of 16 bits", "clone", lambda x: (x.transpose(0, 1).clone(),), (B,)),
+        ("NaNs of 16 bits", "to", lambda x: (x.to(torch.bfloat16),), (F,)),
         ("it draws", "rand_like", lambda x: (torch.rand_like(x),), (F,)),
         ("nobody has proven it", "sin", lambda x: (torch.sin(x),), (F,)),
     ],
@@ -84,6 +87,8 @@ def test_everything_else_is_left_alone(
 def test_a_proof_admits_functions_of_one_tensor_and_nothing_else() -> None:
     assert admitted("sin", lambda x: (torch.sin(x),), F, proven=True) == "proven"
     assert admitted("pow", lambda x: (x**2,), F, proven=True) == "proven"
+    assert admitted("add", lambda x: (x + 0.3,), B, proven=True) == "proven"
+    assert admitted("add", lambda x, y: (x + y,), B, B + 1, proven=True) is None
     assert admitted("softmax", lambda x: (torch.softmax(x, -1),), F, proven=True) is None
     assert admitted("atan2", lambda x, y: (torch.atan2(x, y),), F, F + 1, proven=True) is None
     assert admitted("atan2", lambda x: (torch.atan2(x, x),), F, proven=True) is None

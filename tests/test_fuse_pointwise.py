@@ -25,7 +25,6 @@ from tests.flat_graphs import flat_of, interpret
 from tests.streams import WIDTH, drawn
 from tests.toys import same_bits
 
-COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 X, Y = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
 ROW, PIECE = torch.randn(2, 1, 8), torch.randn(2, 8, 3)
 
@@ -207,7 +206,6 @@ def test_equal_groups_share_a_function_and_other_layouts_do_not() -> None:
     assert (len(nodes), len(made.functions)) == (3, 2)
 
 
-@COMPILES
 def test_a_compiled_group_has_eagers_bits_and_leaves_the_configuration_alone() -> None:
     from torch._inductor import config
 
@@ -316,7 +314,6 @@ def test_a_wrong_kernel_is_refused_by_the_certificate_and_nothing_is_fused() -> 
     assert fast.stats()["replays"] == 4
 
 
-@COMPILES
 def test_a_compiler_that_contracts_is_refused() -> None:
     """The mutation of the settings that exactness rests on; where the processor has no such instruction, bits agree."""
     x, y, z = (torch.randn(4096, generator=torch.Generator().manual_seed(i)) for i in range(3))
