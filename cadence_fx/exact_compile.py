@@ -18,7 +18,7 @@ from torch import fx
 
 __all__ = ["EXACT", "compile_exact", "exact_settings", "inductor_entry"]
 
-# Only settings that change how operators round, and those that keep Inductor from rewriting operators into others.
+# How operators round; that Inductor rewrites none into others; and that it starts nothing for so little work.
 EXACT: dict[str, Any] = {
     "emulate_precision_casts": True,
     "emulate_divison_rounding": True,  # the spelling of torch before 2.12
@@ -29,6 +29,7 @@ EXACT: dict[str, Any] = {
     "pattern_matcher": False,
     "joint_graph_constant_folding": False,
     "triton.cudagraphs": False,
+    "compile_threads": 1,  # kernels are small: a pool of compiling processes takes longer to start than they do
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
 }
