@@ -46,6 +46,7 @@ class Schedule:
         release: node -> values that may be freed once it has been launched.
         streams: number of streams.
         joins: last nodes of the side streams, which the end waits for.
+        longest: operators of the longest chain of which each waits for the one before.
     """
 
     stream: dict[fx.Node, int]
@@ -53,6 +54,12 @@ class Schedule:
     release: dict[fx.Node, tuple[fx.Node, ...]]
     streams: int
     joins: tuple[fx.Node, ...]
+    longest: int = 0
+
+    @property
+    def worthwhile(self) -> bool:
+        """False where streams could take less than one in twenty launches off the chain that everything waits for."""
+        return 20 * self.longest <= 19 * len(self.stream)
 
     def summary(self) -> str:
         """Operators off the first stream and waits, for reports."""
@@ -146,8 +153,16 @@ def schedule(flat: FlatGraph, max_streams: int = 4) -> Schedule:
     joins = tuple(node for s, node in sorted(last.items()) if s != 0)
     before = _with_stream_order(order, position, stream, waits)
     return Schedule(
-        stream, waits, _releases(flat, order, position, stream, before), max(stream.values(), default=0) + 1, joins
-    )
+        stream, waits, _releases(flat, order, position, stream, before), max(stream.values(), default=0) + 1, joins,
+        _longest(order, edges),
+    )  # fmt: skip
+
+
+def _longest(order: list[fx.Node], edges: dict[fx.Node, list[fx.Node]]) -> int:
+    length: dict[fx.Node, int] = {}
+    for node in order:
+        length[node] = 1 + max((length[p] for p in edges[node]), default=0)
+    return max(length.values(), default=0)
 
 
 def _reduced(

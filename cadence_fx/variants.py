@@ -85,7 +85,7 @@ def variants(
 
     Args:
         streams: side streams, shared by all captures.
-        count: of streams; 1 leaves the chain alone.
+        count: of streams, where `Schedule.worthwhile` says that they can gain something; 1 leaves the chain alone.
         edits: whether recorded graphs are edited; needs ``cuda.bindings``.
         converted: constants in other layouts, shared by all captures.
         pool: the model of the memory pool as earlier captures left it; it is not changed.
@@ -98,6 +98,7 @@ def variants(
             continue
         if spread:
             planned = schedule(flat, count)
+            planned = planned if planned.worthwhile else schedule(flat, 1)
             graph = _Graph(program, flat, planned, streams, streams.device, what)
             if edits and driver() is not None:
                 yield graph.variant(_edited(graph, streams, converted), pool)

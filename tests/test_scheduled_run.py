@@ -13,6 +13,7 @@ from cadence_fx.profile import critical_path
 from cadence_fx.program import Program
 from cadence_fx.schedule import dependencies, is_view, readers, schedule
 from cadence_fx.scheduled_run import Launched, run_scheduled
+from tests.flat_graphs import flat_of
 from tests.streams import chunks, contract, drawn, stream
 from tests.toys import same_bits
 
@@ -181,3 +182,21 @@ def test_the_critical_path_is_the_longest_chain_of_dependent_operators() -> None
     assert total == len(path) == 6 * 3 + 1  # product, tanh, add; and the last product
     slow = path[3]
     assert critical_path(flat, {**times, slow: 10.0})[0] == total + 9
+
+
+@pytest.mark.parametrize(("branches", "worthwhile"), [(1, False), (3, True)])
+def test_streams_are_worthwhile_only_where_operators_need_not_wait_for_each_other(
+    branches: int, worthwhile: bool
+) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = []
+        for _ in range(branches):
+            y = x
+            for _ in range(12):
+                y = torch.sin(y)
+            found.append(y)
+        return tuple(found)
+
+    planned = schedule(flat_of(function, torch.randn(3)), 6)
+    assert planned.longest == 12
+    assert planned.worthwhile is worthwhile
