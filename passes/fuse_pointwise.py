@@ -31,7 +31,7 @@ from cadence_fx.specialise import FlatGraph, meta_of, source_of
 
 __all__ = ["FusePointwise"]
 
-NOT_PROVEN = register("CX601", "not proven to have eager's bits when compiled")
+NOT_PROVEN = register("CX701", "not proven to have eager's bits when compiled")
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def test_random_draws_keep_their_order() -> None:
 def test_what_lacks_a_proof_is_named_once_with_a_way_out() -> None:
     flat = flat_of(lambda x: (torch.sin(x) + torch.sin(x * 2) + torch.softmax(x, 0),), X)
     (rejection,) = FusePointwise().fuse(flat).rejections
-    assert rejection.code == "CX601"
+    assert rejection.code == "CX701"
     assert "aten.sin.default" in rejection.explanation
     assert "prove" in rejection.hints[0]
     assert FusePointwise(lambda node: True).fuse(flat).rejections == ()
