@@ -5,15 +5,20 @@ if __name__ != "cadence_fx.passes":
 
 from cadence_fx.passes.eliminate_dead import EliminateDead
 from cadence_fx.passes.hoist_constants import HoistConstants
+from cadence_fx.passes.lower_autocast import LowerAutocast
 from cadence_fx.passes.normalise import Normalise
 from cadence_fx.passes.remove_host_syncs import RemoveHostSyncs
 from cadence_fx.passes.ring_writeback import RingWriteback
 from cadence_fx.pipeline import GraphPass
 
-__all__ = ["DEFAULT_PASSES", "EliminateDead", "HoistConstants", "Normalise", "RemoveHostSyncs", "RingWriteback"]
+__all__ = [
+    "DEFAULT_PASSES", "EliminateDead", "HoistConstants", "LowerAutocast", "Normalise", "RemoveHostSyncs",
+    "RingWriteback",
+]  # fmt: skip
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     Normalise(),
+    LowerAutocast(),
     RemoveHostSyncs(),
     HoistConstants(),
     RingWriteback(),

@@ -71,7 +71,7 @@ class RingWriteback:
     staged_above: int = 16
     in_place: bool = True
     name: ClassVar[str] = "ring_writeback"
-    after: ClassVar[tuple[str, ...]] = ("normalise", "remove_host_syncs", "hoist_constants")
+    after: ClassVar[tuple[str, ...]] = ("normalise", "lower_autocast", "remove_host_syncs", "hoist_constants")
 
     def requires(self, flat: FlatGraph, context: PassContext) -> str | None:
         placeholders = {n.name for n in flat.graph.nodes if n.op == "placeholder"}
