@@ -262,6 +262,7 @@ def contract(
         admit=(Bound("mel_frame", 2 * (chunk_tokens + LOOKAHEAD)),),
         random=(RandomStream("device", "chunk"),),
         max_graphs=max_graphs,
+        max_constant_bytes=(256 if lower is None else 512) << 20,  # casts of all the flow's weights are 230 MiB
     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ and dtype, is that its lowered form. Some rules set an operator's ``dtype`` inst
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -164,7 +166,7 @@ def _record(
     casts: Sequence[Cast] = (), dtype: torch.dtype | None = None,
 ) -> _Recording:  # fmt: skip
     """Run the operator on fresh fake tensors, after these casts, and note what arrives."""
-    with FakeTensorMode(), torch.no_grad(), under(None):
+    with _quiet(), FakeTensorMode(), torch.no_grad(), under(None):
         given = [_fake(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves]
         recorder = _Recorder({id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)})
         inputs = list(given)
@@ -180,6 +182,17 @@ def _record(
         storages = {tensor.untyped_storage()._cdata for tensor in recorder.cast}
         shares = any(tensor.untyped_storage()._cdata in storages for tensor in made)
         return _Recording(recorder.events, recorder.casts, tuple(map(_meta, made)), shares)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Forms that cannot run are part of the search; torch would print a traceback for each."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class _Recorder(TorchDispatchMode):
