@@ -22,6 +22,7 @@ __all__ = [
     "Unlowered",
     "autocast_of",
     "entered",
+    "nested",
     "runnable",
     "under",
     "without_autocast",
@@ -88,6 +89,12 @@ def under(state: AutocastState | None) -> Iterator[None]:
         for kind, (on, dtype) in before.items():
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, on)
+
+
+def nested() -> bool:
+    """True within any ``with torch.autocast(...)`` of this thread, disabled ones too: casts are cached until all end."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
 
 
 def without_autocast(function: Callable[..., R]) -> Callable[..., R]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +49,11 @@ class Program:
     nodes_before: int
     nodes_after: int
     seconds: float
+
+    @cached_property
+    def lowered(self) -> bool:
+        """True if casts of autocast are written out in the graph."""
+        return any(change.pass_name == "lower_autocast" for change in self.changes)
 
     def result(self, outputs: Sequence[Any], states: Mapping[str, torch.Tensor]) -> Any:
         """The module's result from the graph's outputs and the regions' views."""
