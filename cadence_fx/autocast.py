@@ -92,7 +92,7 @@ def under(state: AutocastState | None) -> Iterator[None]:
 
 
 def nested() -> bool:
-    """True within any ``with torch.autocast(...)`` of this thread, disabled ones too: casts are cached until all end."""
+    """True within any ``torch.autocast`` of this thread, disabled ones too: casts are cached until all end."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0
 
