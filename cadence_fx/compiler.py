@@ -252,6 +252,11 @@ class Compiler:
                     raise ContractError(
                         f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor"
                     )
+                if meta.dtype != buffer.tensor.dtype:  # under autocast perhaps, and not in the calls that are declared
+                    raise TraceError(
+                        f"Region {region.name!r}: after {describe(signature)} the module leaves {meta.dtype}, the "
+                        f"contract says {region.dtype}; mend its dtype"
+                    )
                 new = self._new_extent(signature, region, meta.shape)
             name = entry[region.enters]
             links.append(

@@ -33,11 +33,12 @@ from cadence_fx.changes import Change, Rejection, register
 from cadence_fx.effects import base_of, mutated_bases, written
 from cadence_fx.errors import TraceError
 from cadence_fx.pipeline import PassContext, PassResult
-from cadence_fx.specialise import FlatGraph, TensorMeta, source_of
+from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of, source_of
 
 __all__ = ["LowerAutocast"]
 
 aten = torch.ops.aten
+_JOINS = {aten.cat.default, aten.concat.default, aten.stack.default}
 CX601 = register("CX601", "explicit casts do not express what autocast does")
 CX602 = register("CX602", "the trace has another result than the operator under autocast")
 
@@ -64,6 +65,8 @@ class LowerAutocast:
                 lowering.rewrite(node, rule)
                 what = "cast" if rule.casts else f"set to {rule.dtype}"
                 done[what, str(rule.target), str(state)] += 1
+            elif rule is not None and lowering.promote(node):
+                done["promoted", str(node.target), str(state)] += 1
             node.meta["autocast"] = None
         changes = tuple(
             Change(self.name, what, target, f"autocast's rule for it, {state}, written out", count=n)
@@ -104,6 +107,13 @@ def _value(meta: TensorMeta) -> tuple[Any, ...]:
     return meta.shape, meta.dtype, meta.device
 
 
+def _cast_meta(node: fx.Node, dtype: torch.dtype) -> TensorMeta:
+    """Metadata of a cast, whose strides are the operator's to say."""
+    meta = node.meta["val"]
+    fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    return TensorMeta(meta.shape, tuple(aten._to_copy.default(fake, dtype=dtype).stride()), dtype, meta.device)
+
+
 class _Lowering:
     """Rewrites nodes of one graph and remembers the casts that it has made."""
 
@@ -122,6 +132,24 @@ class _Lowering:
         if rule.dtype is not None:
             args, kwargs = with_dtype(rule.target, args, kwargs, rule.dtype)
         node.target, node.args, node.kwargs = rule.target, tuple(args), dict(kwargs)
+
+    def promote(self, node: fx.Node) -> bool:
+        """Write out the casts that a concatenation of several dtypes makes by itself; True if there are any.
+
+        It copies each part into the result, with or without autocast, so these are its casts. As operators of their own
+        they leave the concatenation as pure movement, which can stay where the state lies.
+        """
+        result = meta_of(node)
+        if node.target not in _JOINS or result is None:
+            return False
+        parts = list(node.args[0])  # type: ignore[arg-type]
+        found = [part for part in parts if (meta := meta_of(part)) is not None and meta.dtype != result.dtype]
+        for part in dict.fromkeys(found):
+            meta = _cast_meta(part, result.dtype)
+            made = self.cast(node, part, Cast(parts.index(part), (("dtype", result.dtype),), meta), alone=False)
+            parts = [made if p is part else p for p in parts]
+        node.args = (parts, *node.args[1:])
+        return bool(found)
 
     def cast(self, node: fx.Node, source: fx.Node, cast: Cast, alone: bool) -> fx.Node:
         key = (source, cast.kwargs, node.meta.get("where"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from cadence_fx.autocast import AutocastState, autocast_of, under
+from cadence_fx.autocast_rules import Rule, rule_of
 from cadence_fx.contract import Boundary
 from cadence_fx.effects import base_of
 from cadence_fx.errors import TraceError
@@ -179,6 +181,22 @@ def test_a_lowered_program_runs_without_the_autocast_around_it() -> None:
         assert torch.is_autocast_enabled("cpu")
     assert inside[0].dtype is torch.bfloat16
     assert torch.equal(outside[0], inside[0])
+
+
+def test_a_concatenation_that_autocast_leaves_alone_gets_its_own_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where autocast has no rule for it and the operator itself casts its parts."""
+
+    def found(target: Any, args: Any, kwargs: Any, state: AutocastState) -> Any:
+        rule = rule_of(target, args, kwargs, state)
+        return dataclasses.replace(rule, casts=()) if target is aten.cat.default and isinstance(rule, Rule) else rule
+
+    monkeypatch.setattr("cadence_fx.passes.lower_autocast.rule_of", found)
+    assert list(differences(toy(BODIES["cat of two dtypes"]), ["chunk[3]"] * 2)) == []
+    at = bench(toy(BODIES["cat of two dtypes"]))
+    result = at.run_pass(LowerAutocast())
+    (cat,) = (n for n in at.flat.graph.nodes if n.target is aten.cat.default)
+    assert {n.meta["val"].dtype for n in cat.all_input_nodes} == {torch.float32}
+    assert any(c.what == "promoted" for c in result.changes)
 
 
 # ------------------------------------------------------------------------------------------- refusals
