@@ -56,17 +56,36 @@ class Token2WavDecoder(torch.nn.Module):
         flow: the vendor's ``CausalMaskedDiffWithXvec``.
         hift: the vendor's ``HiFTGenerator``.
         n_timesteps: steps of the flow matching solver, 1 to 16.
+        autocast: dtype of ``torch.autocast`` around the flow, in the prompt pass too; its weights stay float32. None
+            runs without. The vocoder runs in float32 either way, as in the vendor's float16 mode.
     """
 
     speech_window: torch.Tensor
 
-    def __init__(self, flow: Any, hift: Any, n_timesteps: int = 10) -> None:
+    def __init__(self, flow: Any, hift: Any, n_timesteps: int = 10, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         import numpy
 
-        self.flow, self.hift, self.n_timesteps = flow, hift, n_timesteps
+        self.flow, self.hift, self.n_timesteps, self.autocast = flow, hift, n_timesteps, autocast
         window = torch.from_numpy(numpy.hamming(2 * VOCODER_FRAMES * HOP))  # float64, as the vendor has it
         self.register_buffer("speech_window", window, persistent=False)
+
+    def _flow(self, run: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        """A method of the flow, under autocast if that was asked for."""
+        if self.autocast is None:
+            return run(*args, **kwargs)
+        with torch.autocast(device.type, dtype=self.autocast):
+            return run(*args, **kwargs)
+
+    def _carried(self, cache: dict[str, Any]) -> dict[str, Any]:
+        """The flow's state, of the same dtypes on every device.
+
+        Under autocast a layer norm gives float32 on a GPU and the lower precision on the CPU, and the encoder's
+        convolution state is what one gave. Float32 holds both.
+        """
+        if self.autocast is None:
+            return dict(cache)
+        return {**cache, "conformer_cnn_cache": cache["conformer_cnn_cache"].float()}
 
     @torch.no_grad()
     def prime(self, prompt_tokens: torch.Tensor, prompt_mel: torch.Tensor, speaker: torch.Tensor) -> dict[str, Any]:
@@ -79,7 +98,8 @@ class Token2WavDecoder(torch.nn.Module):
         """
         silence = torch.full((1, LOOKAHEAD), SILENCE, dtype=prompt_tokens.dtype, device=prompt_tokens.device)
         tokens = torch.cat([prompt_tokens, silence], dim=1)
-        state = dict(self.flow.setup_cache(tokens, prompt_mel, speaker, n_timesteps=self.n_timesteps))
+        setup, n = self.flow.setup_cache, self.n_timesteps
+        state = self._carried(self._flow(setup, tokens.device, tokens, prompt_mel, speaker, n_timesteps=n))
         state["mel"] = prompt_mel.new_zeros(1, prompt_mel.shape[2], 0)
         state["source"] = prompt_mel.new_zeros(1, 1, 0)
         state["speech"] = prompt_mel.new_zeros(1, 0)
@@ -103,16 +123,17 @@ class Token2WavDecoder(torch.nn.Module):
         """
         prompt = state["prompt_frames"]
         old, n = {k: state[k] for k in STATE}, self.n_timesteps
-        mel, cache = self.flow.inference_chunk(
-            token=tokens, spk=speaker, cache=old, last_chunk=last_chunk, n_timesteps=n
-        )
-        new: dict[str, Any] = dict(cache)
+        mel, cache = self._flow(
+            self.flow.inference_chunk, tokens.device, token=tokens, spk=speaker, cache=old, last_chunk=last_chunk,
+            n_timesteps=n,
+        )  # fmt: skip
+        new = self._carried(cache)
         for name, dim in (("estimator_att_cache", 4), ("conformer_att_cache", 3)):
             if new[name].shape[dim] > prompt + KEPT_FRAMES:
                 frames = new[name].shape[dim]
                 head, tail = new[name].narrow(dim, 0, prompt), new[name].narrow(dim, frames - KEPT_FRAMES, KEPT_FRAMES)
                 new[name] = torch.cat([head, tail], dim=dim)
-        seen = torch.cat([state["mel"], mel], dim=2)
+        seen = torch.cat([state["mel"], mel if self.autocast is None else mel.float()], dim=2)
         speech, source = self.hift(seen, state["source"])
         if state["speech"].shape[-1] > 0:
             speech = self._fade(speech, state["speech"])
@@ -143,6 +164,7 @@ def contract(
     depth: int = 16,
     encoder_blocks: int = 6,
     up_blocks: int = 4,
+    autocast: str | None = None,
     max_graphs: int = 128,
 ) -> Contract:
     """The declaration of `Token2WavDecoder`.
@@ -154,7 +176,13 @@ def contract(
         flush_tokens: fresh tokens of chunks that are cut short inside a turn.
         last_tokens: tokens of last chunks; 1 to chunk_tokens + 3 by default.
         depth, encoder_blocks, up_blocks: of the module, 16, 6 and 4 as released.
+        autocast: name of the module's autocast dtype, "float16" or "bfloat16". The encoder's keys and values are then
+            carried in it; all other state is float32 as without, since the solver's buffers are.
+
+    Raises:
+        CadenceError: ``autocast`` is another name.
     """
+    lower = _autocast_dtype(autocast)
     prompts = (prompt_frames,) if isinstance(prompt_frames, int) else tuple(prompt_frames)
     last = tuple(range(1, chunk_tokens + LOOKAHEAD + 1)) if last_tokens is None else tuple(last_tokens)
     n, blocks = n_timesteps, encoder_blocks + up_blocks
@@ -203,7 +231,8 @@ def contract(
             frames("estimator_att_cache", (n, depth, 2, 8, None, 128), fixed_clocks=step, order="new_first",
                    reserved=(16, depth, 2, 8, LIMIT_FRAMES, 128)),
             state("estimator_cnn_cache", (n, depth, 2, 1024, 2), fixed_clocks=step, reserved=(16, depth, 2, 1024, 2)),
-            frames("conformer_att_cache", (blocks, 1, 8, None, 128), order="old_first"),
+            frames("conformer_att_cache", (blocks, 1, 8, None, 128), order="old_first",
+                   dtype="float32" if lower is None else str(autocast)),
             state("conformer_cnn_cache", (1, 512, 6)),
             state("mel", (1, 80, None), dim=2, clock="mel_frame", retain=Window(VOCODER_FRAMES), order="old_first"),
             samples("source", (1, 1, None)),
@@ -233,6 +262,7 @@ def contract(
         admit=(Bound("mel_frame", 2 * (chunk_tokens + LOOKAHEAD)),),
         random=(RandomStream("device", "chunk"),),
         max_graphs=max_graphs,
+        max_constant_bytes=(256 if lower is None else 512) << 20,  # casts of all the flow's weights are 230 MiB
     )  # fmt: skip
 
 
@@ -246,12 +276,20 @@ def build_random(
     encoder_blocks: int = 6,
     up_blocks: int = 4,
     vocoder_channels: int = 512,
+    autocast: str | None = None,
 ) -> Token2WavDecoder:
     """The vendor's modules at released (or smaller) sizes with weights drawn so that every part shows in the output.
 
     Fresh modules would prove nothing: modulations and final layers start at zero, the vocoder stays unvoiced, and large
     weights saturate its clamp (dossier traps 5 and 15).
+
+    Args:
+        autocast: name of a dtype for `Token2WavDecoder`, "float16" or "bfloat16"; weights are float32 all the same.
+
+    Raises:
+        CadenceError: ``autocast`` is another name, or the vendor's package is missing or of another version.
     """
+    lower = _autocast_dtype(autocast)
     flow_module, cfm_module, dit_module, encoder_module, hift_module = _vendor()
     torch.manual_seed(seed)  # the solver's noise table is drawn by the constructor
     encoder = encoder_module.UpsampleConformerEncoderV2(
@@ -280,7 +318,14 @@ def build_random(
     hift.conv_post.bias.data[:9] -= 4.0
     hift.f0_predictor.classifier.weight.data.mul_(20.0)
     hift.f0_predictor.classifier.bias.data.fill_(30.0)
-    return Token2WavDecoder(flow, hift, n_timesteps).to(device).eval()
+    return Token2WavDecoder(flow, hift, n_timesteps, lower).to(device).eval()
+
+
+def _autocast_dtype(name: str | None) -> torch.dtype | None:
+    found = {None: None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in found:
+        raise CadenceError(f"autocast is {name!r}; expected 'float16', 'bfloat16' or None")
+    return found[name]
 
 
 def _drawn(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

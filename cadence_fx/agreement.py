@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cadence_fx.autocast import Unlowered
 from cadence_fx.bits import bit_sum
 from cadence_fx.effects import base_of, written
 from cadence_fx.generators import rewound
@@ -39,7 +40,7 @@ class Disagreement:
         return {"node": self.node, "operator": self.operator, "source": "/".join(self.source.split("/")[-3:])}
 
 
-class _Summed(fx.Interpreter):
+class _Summed(Unlowered):
     """Runs a graph and keeps a sum over the bits of every result; values are freed as usual."""
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cadence_fx.autocast import without_autocast
 from cadence_fx.exact_compile import inductor_entry
 from cadence_fx.partition import Partition, Segment
 
@@ -167,7 +168,7 @@ class CompiledSegments:
         if key not in self.functions:
             begin = time.perf_counter()
             module = fx.GraphModule(torch.nn.Module(), closed.graph)
-            self.functions[key] = self.compile(module, arguments)
+            self.functions[key] = without_autocast(without_autocast(self.compile)(module, arguments))
             self.seconds += time.perf_counter() - begin
         return self.functions[key](*arguments)  # type: ignore[no-any-return]
 

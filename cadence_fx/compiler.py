@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from cadence_fx.attributes import AttributeWatch
+from cadence_fx.autocast import AutocastState, autocast_of, under
 from cadence_fx.catalog import Signature
 from cadence_fx.constants import ConstantPool
 from cadence_fx.contract import Arg, Attr, Contract, Region, Result, Value
@@ -199,11 +200,14 @@ class Compiler:
 
     # ------------------------------------------------------------------------------------------- compiling
     def trace(self, signature: Signature) -> tuple[Trace, list[torch.Tensor]]:
-        """The trace whose regime the signature belongs to (made now if there is none), and example tensors."""
+        """The trace whose regime the signature belongs to (made now if there is none), and example tensors.
+
+        It is a trace under the autocast state of this moment.
+        """
         args, dynamic = self.arguments(signature)
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
-        known = self.traces.setdefault(self.scalars(signature), [])
+        known = self.traces.setdefault((AutocastState.ambient(), *self.scalars(signature)), [])
         for trace in known:
             if isinstance(trace.bind(shapes, dtypes), dict):
                 return trace, tensors
@@ -249,6 +253,11 @@ class Compiler:
                     raise ContractError(
                         f"Region {region.name!r}: leaves at {region.leaves}, where the module returns no tensor"
                     )
+                if meta.dtype != buffer.tensor.dtype:  # under autocast perhaps, and not in the calls that are declared
+                    raise TraceError(
+                        f"Region {region.name!r}: after {describe(signature)} the module leaves {meta.dtype}, the "
+                        f"contract says {region.dtype}; mend its dtype"
+                    )
                 new = self._new_extent(signature, region, meta.shape)
             name = entry[region.enters]
             links.append(
@@ -281,7 +290,8 @@ class Compiler:
         """The program of a signature.
 
         Raises:
-            TraceError: the module cannot be traced for it.
+            TraceError: the module cannot be traced for it, or runs an operator under autocast that the graph cannot
+                run without.
             ContractError: the trace contradicts the contract.
         """
         start = time.perf_counter()
@@ -293,7 +303,9 @@ class Compiler:
         observer = self._observed(signature, flat, dict(zip(entered, places, strict=True)), links)
         context = PassContext(self.contract, links, self.scratch, self.fetch, self.constants)
         passes = [p for p in self.passes if p.name not in self.skip]
-        result = run_passes(flat, context, passes, observer, self.seconds)
+        with under(None):  # constants are computed on the way, and their casts are operators like others
+            result = run_passes(flat, context, passes, observer, self.seconds)
+        _require_lowered(result.flat)
         _own_outputs(result.flat)
         module = self.build(result.flat)
         kept = set(_placeholders(result.flat))
@@ -394,6 +406,19 @@ class Compiler:
 def _placeholders(flat: FlatGraph) -> list[str]:
     """Names of a graph's arguments in order; fx renames those that are words of Python (``input``, ``id``)."""
     return [node.name for node in flat.graph.nodes if node.op == "placeholder"]
+
+
+def _require_lowered(flat: FlatGraph) -> None:
+    """Programs run with autocast off.
+
+    Raises:
+        TraceError: a node was traced under autocast, and no pass has written its casts out.
+    """
+    left = next((node for node in flat.graph.nodes if autocast_of(node) is not None), None)
+    if left is not None:
+        raise TraceError(
+            f"{left.target} runs under autocast ({autocast_of(left)}), and pass 'lower_autocast' is left out"
+        )
 
 
 def _own_outputs(flat: FlatGraph) -> None:

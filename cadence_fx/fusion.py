@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cadence_fx.autocast import under
 from cadence_fx.changes import Change, Rejection
 from cadence_fx.exact_ops import Proven, nothing_proven
 from cadence_fx.fused_operator import FusedKernels, FusedOperator
@@ -74,7 +75,8 @@ class Fuser:
             nodes = [n for n in result.flat.graph.nodes if isinstance(n.target, FusedOperator)]
             if not nodes:
                 return None
-            with rewound(self.device):  # a compiler that compares kernels draws their inputs
+            # A compiler that compares kernels draws their inputs; what is captured runs without autocast.
+            with rewound(self.device), under(None):
                 failed = self.kernels.prepare(nodes, lambda target: getattr(program.module, target))
             if not failed:
                 break

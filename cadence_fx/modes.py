@@ -11,7 +11,7 @@ import torch
 __all__ = ["AUTOCAST_CACHE", "MODE_NAMES", "ambient_modes", "changed_modes", "pinned_kernels"]
 
 MODE_NAMES: tuple[str, ...] = (
-    "autocast", "autocast_dtype", "autocast_cache", "cuda_matmul_fp32", "cuda_conv_fp32",
+    "autocast", "autocast_dtype", "autocast_cache", "autocast_host", "cuda_matmul_fp32", "cuda_conv_fp32",
     "cuda_rnn_fp32", "mkldnn_matmul_fp32", "mkldnn_conv_fp32", "fp16_reduction", "bf16_reduction", "cudnn_enabled",
     "cudnn_deterministic", "cudnn_benchmark", "deterministic", "sdp_flash", "sdp_mem_efficient", "sdp_math",
     "sdp_cudnn", "default_dtype",
@@ -37,6 +37,7 @@ def ambient_modes(device_type: str) -> tuple[Any, ...]:
         autocast,
         torch.get_autocast_dtype(device_type) if autocast else None,
         torch.is_autocast_cache_enabled() if autocast else None,
+        torch.get_autocast_dtype("cpu") if device_type != "cpu" and torch.is_autocast_enabled("cpu") else None,
         *(_precision(backend, operation) for backend, operation in _FP32),
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,

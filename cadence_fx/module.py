@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from cadence_fx.autocast import nested
 from cadence_fx.captures import Captures
 from cadence_fx.catalog import Signature, signatures
 from cadence_fx.compiler import CALL_HOOKS, Compiler
@@ -43,6 +44,8 @@ STATE_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
+# Autocast keeps casts of them until the outermost region ends, edits or not, and nobody can see where that is.
+_CACHED_CASTS = "autocast caches weights that require a gradient: requires_grad_(False) or cache_enabled=False"
 _eager: ContextVar[bool] = ContextVar("cadence_fx_eager", default=False)
 Progress = Callable[[int, int, str], None]
 
@@ -151,6 +154,8 @@ class CadenceModule(Inspection):
         program: Program | str = self._programs.get(signature) or self._late(signature)
         if isinstance(program, str):
             return program
+        if program.lowered and nested() and self._weights.trainable():
+            return _CACHED_CASTS
         for name in program.mutates:
             # What is adopted is a copy: the caller's tensor, and whatever shares its memory, must see the write.
             if not self.memory[name].is_resident(state[name]):
@@ -165,8 +170,7 @@ class CadenceModule(Inspection):
         if modes != self._modes:
             return f"mode changed: {changed_modes(self._modes, modes)}"
         if modes[AUTOCAST_CACHE] and self._weights.trainable():
-            # Autocast keeps casts of them until its region ends, edits or not, and nobody can see where that is.
-            return "autocast caches weights that require a gradient: requires_grad_(False) or cache_enabled=False"
+            return _CACHED_CASTS
         changed = self.compiler.watch.changed()
         if changed:
             if self._refused and not self._programs:

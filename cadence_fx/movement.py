@@ -130,7 +130,7 @@ class MovementMap:
             elif node.target in _COPIES and not self._opaque(node.args[0]):
                 found = _COPIES[node.target](self.content(node.args[0]), *node.args[1:])  # type: ignore[arg-type]
                 self._layouts[node] = found
-            elif node.target in _JOINS and not any(self._opaque(n) for n in node.args[0]):  # type: ignore[union-attr]
+            elif node.target in _JOINS and all(self._joined(node, n) for n in node.args[0]):  # type: ignore[union-attr]
                 parts = [self.content(n) for n in node.args[0]]  # type: ignore[union-attr,arg-type]
                 dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
                 self._layouts[node] = _JOINS[node.target](parts, dim)  # type: ignore[arg-type]
@@ -144,6 +144,10 @@ class MovementMap:
             return True
         base = base_of(node)
         return base in self.untracked or (base in self.mutated and not isinstance(self._views.get(node), Piece))
+
+    def _joined(self, node: fx.Node, part: Any) -> bool:
+        """True if a part enters a concatenation as it is: one of another dtype is cast there."""
+        return not self._opaque(part) and _meta(part).dtype == _meta(node).dtype
 
     def _view(self, node: fx.Node, op: Op) -> None:
         source = node.args[0]

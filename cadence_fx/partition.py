@@ -22,6 +22,7 @@ import networkx
 import torch
 from torch import fx
 
+from cadence_fx.autocast import runnable
 from cadence_fx.changes import Rejection
 from cadence_fx.effects import base_of, is_random, view_input, written
 from cadence_fx.errors import CadenceError
@@ -343,4 +344,4 @@ class _Cutter:
             object.__setattr__(holder, target, self.attributes[target])
         module = fx.GraphModule(holder, graph)
         module.__dict__.update({target: self.attributes[target] for target in targets})
-        return module.eval()
+        return runnable(module.eval())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from cadence_fx.autocast import runnable
 from cadence_fx.catalog import Signature
 from cadence_fx.changes import Change, Rejection
 from cadence_fx.contract import Arg
@@ -48,6 +50,11 @@ class Program:
     nodes_after: int
     seconds: float
 
+    @cached_property
+    def lowered(self) -> bool:
+        """True if casts of autocast are written out in the graph."""
+        return any(change.pass_name == "lower_autocast" for change in self.changes)
+
     def result(self, outputs: Sequence[Any], states: Mapping[str, torch.Tensor]) -> Any:
         """The module's result from the graph's outputs and the regions' views."""
         leaves = iter(outputs)
@@ -57,7 +64,10 @@ class Program:
 
 
 def build_module(flat: FlatGraph, fetch: Callable[[FlatGraph, str], torch.Tensor]) -> fx.GraphModule:
-    """A GraphModule of ``flat`` whose attributes are the very tensors that ``fetch`` gives for its targets."""
+    """A GraphModule of ``flat`` whose attributes are the very tensors that ``fetch`` gives for its targets.
+
+    It runs each operator under the autocast state that the node says, so with autocast off once casts are explicit.
+    """
     root = {str(n.target): fetch(flat, str(n.target)) for n in flat.graph.nodes if n.op == "get_attr"}
     holder = torch.nn.Module()
     for name, tensor in root.items():
@@ -65,7 +75,7 @@ def build_module(flat: FlatGraph, fetch: Callable[[FlatGraph, str], torch.Tensor
         object.__setattr__(holder, name, tensor)
     module = fx.GraphModule(holder, flat.graph)
     module.__dict__.update(root)
-    return module.eval()
+    return runnable(module.eval())
 
 
 def describe(signature: Signature) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from cadence_fx.autocast import AutocastState
 from cadence_fx.errors import TraceError
 
 __all__ = ["Guard", "Trace", "as_trace", "evaluate", "holds", "outputs_of", "size_expr"]
@@ -35,6 +36,7 @@ class Trace:
         shapes, strides: per user input, as sympy expressions.
         guards: conditions under which the graph is what the module would have done.
         out_spec: pytree structure of the result.
+        autocast: the state under which it was traced: that of every node outside blocks of the module's own.
     """
 
     graph: fx.Graph
@@ -46,6 +48,7 @@ class Trace:
     dtypes: tuple[torch.dtype, ...]
     guards: tuple[Guard, ...]
     out_spec: pytree.TreeSpec
+    autocast: AutocastState | None = None
     metas: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def bind(
@@ -132,7 +135,9 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
     return list(pytree.tree_leaves(output.args[0]))
 
 
-def as_trace(program: torch.export.ExportedProgram, prefix: str, strip: str) -> Trace:
+def as_trace(
+    program: torch.export.ExportedProgram, prefix: str, strip: str, autocast: AutocastState | None = None
+) -> Trace:
     """Read graph, attribute names and guards out of an exported program."""
     from torch.export.graph_signature import InputKind
 
@@ -164,6 +169,7 @@ def as_trace(program: torch.export.ExportedProgram, prefix: str, strip: str) -> 
         dtypes=tuple(value.dtype for value in values),
         guards=_guards(values, program),
         out_spec=program.call_spec.out_spec,
+        autocast=autocast,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from cadence_fx.autocast import without_autocast
 from cadence_fx.effects import view_input
 from cadence_fx.graph_dump import checked, driver
 from cadence_fx.schedule import Schedule, is_view
@@ -169,6 +170,7 @@ class _Run:
             self.backend.wait(0, self.events[node])
 
 
+@without_autocast
 def run_scheduled(
     flat: FlatGraph,
     module: torch.nn.Module,
@@ -178,7 +180,7 @@ def run_scheduled(
     launch: Launcher = _call,
     launched: list[Launched] | None = None,
 ) -> tuple[Any, ...]:
-    """Run a graph on its streams. Meant for a capture: replays do not come here.
+    """Run a graph on its streams. Meant for a capture: replays do not come here. Autocast is off.
 
     Args:
         module: holds the graph's attributes.

@@ -1,8 +1,9 @@
 """From symbolic traces to one flat graph for one signature.
 
 A `FlatGraph` has integers where the trace had symbols, and the body of the covering trace where it had a boundary.
-Every tensor node carries a `TensorMeta`, the vendor's source line and the chain of boundaries (with the number of the
-call) that it sits in.
+Every tensor node carries a `TensorMeta`, the vendor's source line, the chain of boundaries (with the number of the
+call) that it sits in, and the autocast state that it runs under: that of the traced call, of the boundary's call, or of
+the block ``with torch.autocast(...)`` that it stood in.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -18,11 +19,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from cadence_fx.autocast import AutocastState, entered
 from cadence_fx.errors import TraceError
 from cadence_fx.regime import Trace, evaluate, size_expr
 from cadence_fx.trace import BOUNDARY_OP, Site, Tracer
 
 __all__ = ["FlatGraph", "TensorMeta", "meta_of", "source_of", "specialise"]
+
+_AUTOCAST_BLOCK = torch.ops.higher_order.wrap_with_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,15 @@ class _Metas:
         return value
 
 
+@dataclass(frozen=True)
+class _At:
+    """Where the inliner stands: symbol values, boundaries around it, and the autocast state."""
+
+    metas: _Metas
+    where: tuple[tuple[str, int], ...]
+    autocast: AutocastState | None
+
+
 class _Inliner:
     def __init__(self, tracer: Tracer, flat: FlatGraph) -> None:
         self.tracer, self.flat = tracer, flat
@@ -154,7 +167,7 @@ class _Inliner:
         inputs: Sequence[fx.Node],
         where: tuple[tuple[str, int], ...],
     ) -> list[Any]:
-        metas = _Metas(trace, bindings)
+        at = _At(_Metas(trace, bindings), where, trace.autocast)
         env: dict[fx.Node, Any] = {}
         by_name = dict(zip(trace.inputs, inputs, strict=True))
         for node in trace.graph.nodes:
@@ -162,17 +175,18 @@ class _Inliner:
                 if node.name in by_name:
                     env[node] = by_name[node.name]
                 elif node.name in trace.attributes and node.users:
-                    env[node] = self.attribute(trace, node, metas)
-            elif node.op == "output":
+                    env[node] = self.attribute(trace, node, at.metas)
+        return self.body(trace.graph, env, at)
+
+    def body(self, graph: fx.Graph, env: dict[fx.Node, Any], at: _At) -> list[Any]:
+        """The operators of a trace, or of a block in it, with ``env`` holding its arguments; returns its results."""
+        for node in graph.nodes:
+            if node.op == "output":
                 return [env.get(v, v) if isinstance(v, fx.Node) else v for v in pytree.tree_leaves(node.args[0])]
-            elif node.op == "get_attr":  # the body of a block
-                block = getattr(next(iter(node.users)).target, "__name__", "block")
-                raise TraceError(
-                    f"forward enters a context that tracing keeps as a block ({block}): enter it around the call, or "
-                    "convert tensors yourself"
-                )
-            else:
-                env[node] = self.call(node, env, metas, where)
+            if node.op == "get_attr":
+                env[node] = _block(graph, node)
+            elif node.op != "placeholder":
+                env[node] = self.call(node, env, at)
         raise TraceError("a trace without an output node")
 
     def attribute(self, trace: Trace, node: fx.Node, metas: _Metas) -> fx.Node:
@@ -191,20 +205,26 @@ class _Inliner:
             self.flat.attributes[target] = path
         return self.attribute_nodes[target]
 
-    def call(self, node: fx.Node, env: dict[fx.Node, Any], metas: _Metas, where: tuple[tuple[str, int], ...]) -> Any:
+    def call(self, node: fx.Node, env: dict[fx.Node, Any], at: _At) -> Any:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-            return metas.size(value)
+            return at.metas.size(value)
         given: Any = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         args, kwargs = given
         if node.target is BOUNDARY_OP:
-            return self.boundary(self.tracer.sites[int(args[1])], args[0], node, where)
+            return self.boundary(self.tracer.sites[int(args[1])], args[0], node, at.where)
+        if node.target is _AUTOCAST_BLOCK:
+            device_type, dtype, enabled, _, graph, *given = args  # casts are not cached while constants are hoisted
+            inside = replace(at, autocast=entered(at.autocast, device_type, dtype, enabled))
+            placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+            return self.body(graph, dict(zip(placeholders, given, strict=True)), inside)
         if node.target is operator.getitem and isinstance(args[0], list):
             return args[0][args[1]]
         made = self.flat.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        made.meta["val"] = metas(value)
+        made.meta["val"] = at.metas(value)
         made.meta["source"] = _source_line(node)
-        made.meta["where"] = where
+        made.meta["where"] = at.where
+        made.meta["autocast"] = at.autocast
         return made
 
     def boundary(
@@ -240,6 +260,23 @@ class _Inliner:
                 f"boundary {site.path!r}: a trace made for shapes {list(shapes)} does not cover them: {bindings}"
             )
         return trace, bindings
+
+
+def _block(graph: fx.Graph, node: fx.Node) -> fx.Graph:
+    """The graph of a block that a node names.
+
+    Raises:
+        TraceError: the block is of another kind than autocast.
+    """
+    other = [user.target for user in node.users if user.target is not _AUTOCAST_BLOCK]
+    found = getattr(graph.owning_module, str(node.target), None)
+    if other or not isinstance(found, fx.GraphModule):
+        name = getattr(other[0], "__name__", "block") if other else type(found).__name__
+        raise TraceError(
+            f"forward enters a context that tracing keeps as a block ({name}): enter it around the call, or convert "
+            "tensors yourself"
+        )
+    return found.graph
 
 
 def _target(path: str, taken: dict[str, str]) -> str:

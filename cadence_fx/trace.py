@@ -27,6 +27,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from cadence_fx.autocast import AutocastState, under
 from cadence_fx.errors import TraceError
 from cadence_fx.places import get_attr, method
 from cadence_fx.regime import Trace, as_trace, evaluate, outputs_of, size_expr
@@ -45,10 +46,11 @@ _TENSOR = object()  # stands for a tensor among the flattened arguments of a bou
 
 @dataclass
 class Site:
-    """A boundary called with one structure of arguments; its traces are its regimes."""
+    """A boundary called with one structure of arguments under one autocast state; its traces are its regimes."""
 
     index: int
     path: str
+    autocast: AutocastState | None
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]  # plain values, _TENSOR where a tensor goes
     traces: list[Trace] = field(default_factory=list)
@@ -102,7 +104,10 @@ class Tracer:
         self._originals = {**getattr(self, "_originals", {}), path: (original, owner)}
 
     def site(self, path: str, spec: pytree.TreeSpec, arguments: Sequence[Any]) -> Site:
-        """The site of a boundary for flattened arguments; tensors among them count as places only."""
+        """The site of a boundary for flattened arguments under the autocast state of this moment.
+
+        Tensors among the arguments count as places only.
+        """
         leaves = tuple(_TENSOR if isinstance(v, torch.Tensor) else v for v in arguments)
         for leaf in leaves:
             if isinstance(leaf, (torch.SymInt, torch.SymBool, torch.SymFloat)):
@@ -110,15 +115,16 @@ class Tracer:
                     f"boundary {path!r} takes the symbolic number {leaf} as an argument; a boundary's arguments are "
                     "tensors, plain numbers and None. Declare a callable further in or out as the boundary."
                 )
-        key = (path, spec, leaves)
+        autocast = AutocastState.ambient()
+        key = (path, autocast, spec, leaves)
         if key not in self._by_key:
-            self._by_key[key] = Site(len(self.sites), path, spec, leaves)
+            self._by_key[key] = Site(len(self.sites), path, autocast, spec, leaves)
             self.sites.append(self._by_key[key])
         return self._by_key[key]
 
     # ------------------------------------------------------------------------------------------- tracing
     def trace(self, args: dict[str, Any], dynamic: dict[str, Any]) -> Trace:
-        """Trace ``forward`` for the regime of these arguments.
+        """Trace ``forward`` for the regime of these arguments under the autocast state of this moment.
 
         Args:
             args: every argument by name; tensors are only looked at for shape, strides, dtype and device.
@@ -127,15 +133,15 @@ class Tracer:
         Raises:
             TraceError: the module cannot be traced; the cause is chained.
         """
-        return self._export(self.module, self.module, args, dynamic, "")
+        return self._export(self.module, args, dynamic, "", AutocastState.ambient())
 
     def trace_site(self, site: Site, inputs: Sequence[Any], dynamic: Sequence[set[int]]) -> Trace:
-        """Trace a boundary for the regime of these inputs and keep the trace at its site."""
+        """Trace a boundary for the regime of these inputs, under its site's state, and keep the trace at the site."""
         original, owner = self._originals[site.path]
         examples = tuple(_example(t) for t in inputs)
         call = _BoundCall(owner, original, site)
         trace = self._export(
-            call, owner, {"inputs": examples}, {"inputs": tuple(dynamic)}, site.path.rpartition(".")[0]
+            call, {"inputs": examples}, {"inputs": tuple(dynamic)}, site.path.rpartition(".")[0], site.autocast
         )
         for value in outputs_of(trace.graph):
             if isinstance(value, fx.Node) and not isinstance(value.meta["val"], torch.Tensor):
@@ -147,8 +153,9 @@ class Tracer:
         return trace
 
     def _export(
-        self, call: torch.nn.Module, owner: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str
-    ) -> Trace:
+        self, call: torch.nn.Module, args: dict[str, Any], dynamic: dict[str, Any], prefix: str,
+        autocast: AutocastState | None,
+    ) -> Trace:  # fmt: skip
         shapes = pytree.tree_map(
             lambda dims: dict.fromkeys(dims, torch.export.Dim.AUTO) or None, dynamic, is_leaf=_is_set
         )
@@ -157,9 +164,9 @@ class Tracer:
         keywords = {} if var_positional else args
         while True:
             try:
-                with self._tracing():
+                with self._tracing(), under(autocast):
                     program = torch.export.export(call, positional, keywords, dynamic_shapes=shapes, strict=False)
-                return as_trace(program, prefix, "owner." if var_positional else "")
+                return as_trace(program, prefix, "owner." if var_positional else "", autocast)
             except Exception as error:
                 need = self._need
                 if need is None:

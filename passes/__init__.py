@@ -6,6 +6,7 @@ if __name__ != "cadence_fx.passes":
 from cadence_fx.passes.eliminate_dead import EliminateDead
 from cadence_fx.passes.fuse_pointwise import FusePointwise
 from cadence_fx.passes.hoist_constants import HoistConstants
+from cadence_fx.passes.lower_autocast import LowerAutocast
 from cadence_fx.passes.normalise import Normalise
 from cadence_fx.passes.remove_host_syncs import RemoveHostSyncs
 from cadence_fx.passes.ring_writeback import RingWriteback
@@ -16,6 +17,7 @@ __all__ = [
     "EliminateDead",
     "FusePointwise",
     "HoistConstants",
+    "LowerAutocast",
     "Normalise",
     "RemoveHostSyncs",
     "RingWriteback",
@@ -23,6 +25,7 @@ __all__ = [
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     Normalise(),
+    LowerAutocast(),
     RemoveHostSyncs(),
     HoistConstants(),
     RingWriteback(),

@@ -68,7 +68,13 @@ class EliminateDead:
     """Remove nodes without a live reader or effect."""
 
     name: ClassVar[str] = "eliminate_dead"
-    after: ClassVar[tuple[str, ...]] = ("normalise", "remove_host_syncs", "hoist_constants", "ring_writeback")
+    after: ClassVar[tuple[str, ...]] = (
+        "normalise",
+        "lower_autocast",
+        "remove_host_syncs",
+        "hoist_constants",
+        "ring_writeback",
+    )
 
     def requires(self, flat: FlatGraph, context: PassContext) -> str | None:
         return None

@@ -52,7 +52,7 @@ class HoistConstants:
 
     host_only: bool = False
     name: ClassVar[str] = "hoist_constants"
-    after: ClassVar[tuple[str, ...]] = ("normalise", "remove_host_syncs")
+    after: ClassVar[tuple[str, ...]] = ("normalise", "lower_autocast", "remove_host_syncs")
 
     def requires(self, flat: FlatGraph, context: PassContext) -> str | None:
         return None

@@ -50,7 +50,7 @@ class RemoveHostSyncs:
     """Expand istft into the operators that it is made of, its check made here."""
 
     name: ClassVar[str] = "remove_host_syncs"
-    after: ClassVar[tuple[str, ...]] = ("normalise",)
+    after: ClassVar[tuple[str, ...]] = ("normalise", "lower_autocast")
 
     def requires(self, flat: FlatGraph, context: PassContext) -> str | None:
         return None

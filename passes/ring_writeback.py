@@ -71,7 +71,7 @@ class RingWriteback:
     staged_above: int = 16
     in_place: bool = True
     name: ClassVar[str] = "ring_writeback"
-    after: ClassVar[tuple[str, ...]] = ("normalise", "remove_host_syncs", "hoist_constants")
+    after: ClassVar[tuple[str, ...]] = ("normalise", "lower_autocast", "remove_host_syncs", "hoist_constants")
 
     def requires(self, flat: FlatGraph, context: PassContext) -> str | None:
         placeholders = {n.name for n in flat.graph.nodes if n.op == "placeholder"}
@@ -155,6 +155,11 @@ def _live(flat: FlatGraph, context: PassContext, movement: MovementMap) -> set[f
     return live_nodes(flat, context.scratch, roots)
 
 
+def _is_cast(node: fx.Node) -> bool:
+    """True for a cast to another dtype and nothing else: exact on any strides, each element on its own."""
+    return node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}
+
+
 def _read_in_place(
     flat: FlatGraph, writer: RegionWriter, live: set[fx.Node], pass_name: str
 ) -> tuple[Counter[str], list[Rejection]]:
@@ -164,12 +169,19 @@ def _read_in_place(
     for node in list(flat.graph.nodes):
         if node not in live or node.target is not aten.cat.default or not writer.reads_state(node):
             continue
-        readers = {str(user.target) for user in node.users if user in live and user.target not in _STRIDED_READERS}
+        casts = [user for user in node.users if user in live and _is_cast(user)]
+        readers = {
+            str(user.target)
+            for user in node.users
+            if user in live and user.target not in _STRIDED_READERS and user not in casts
+        }
         if readers:
             key = (CX401, source_of(node), f"read by {', '.join(sorted(readers))}")
         else:
             reason = writer.place(node)
             if reason is None:
+                for cast in casts:  # its result is as dense as if the concatenation had been made
+                    cast.kwargs = {**cast.kwargs, "memory_format": torch.contiguous_format}
                 done[source_of(node)] += 1
                 continue
             key = (CX402, source_of(node), reason)

@@ -54,6 +54,12 @@ def test_either_family_of_precision_switches_is_seen(change: Callable[[], None],
     assert seen in changed_modes(before, ambient_modes("cuda"))
 
 
+def test_autocast_of_the_host_is_a_mode_of_a_gpu() -> None:
+    before = ambient_modes("cuda")
+    with torch.autocast("cpu", torch.float16):
+        assert changed_modes(before, ambient_modes("cuda")) == "autocast_host None -> torch.float16"
+
+
 def test_full_precision_by_default_and_full_precision_by_request_are_one_mode() -> None:
     before = ambient_modes("cuda")
     torch.set_float32_matmul_precision("medium")

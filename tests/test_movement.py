@@ -89,6 +89,12 @@ def test_movement_is_followed_to_its_sources(f: Callable[..., Any]) -> None:
         assert set(sources(movement, flat, index)) <= {"a", "b"}
 
 
+def test_a_concatenation_that_casts_is_no_movement() -> None:
+    movement, flat = check(lambda a, b: (torch.cat([a, b.double()], 1), torch.stack([a.double(), b], 1)), A, B)
+    assert sources(movement, flat, 0) == ["cat"]
+    assert sources(movement, flat, 1) == ["stack"]
+
+
 def test_writes_into_an_argument_are_seen_by_later_reads_alone() -> None:
     def f(a: torch.Tensor, b: torch.Tensor) -> Any:
         before = a[:, 1:].clone()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cadence_fx.bits import first_difference
-from cadence_fx.errors import ContractError
+from cadence_fx.errors import CadenceError, ContractError
 from cadence_fx.fused_operator import FusedKernels
 from cadence_fx.fusion import Fuser
 from cadence_fx.live_state import StartState
@@ -70,6 +70,36 @@ def test_shorter_hops_and_a_single_solver_step_are_exact(chunk_tokens: int) -> N
     # Flushes are not declared here: they run as stock, and so does what starts from an extent that is off the cadence.
     assert result.stats["eager"].keys() == {"signature not in the catalog"}
     assert result.stats["plan"] >= 4
+
+
+def test_under_autocast_every_bit_is_stocks_and_no_weight_is_cast_in_a_call() -> None:
+    """The flow in float16 and the vocoder in float32, through a flush, a rollback, a last chunk and a turn reset."""
+    decoder = token2wav.build_random("cpu", 0, vocoder_channels=64, autocast="float16", **SMALL)
+    declared = token2wav.contract(302, flush_tokens=(9,), last_tokens=(11,), autocast="float16", **SMALL)
+    fast = transform(decoder, declared, backend="plan")
+    torch.manual_seed(0)
+    result = proven(compare(decoder, fast, declared, token2wav.script(decoder, declared, 0, 9)))
+    assert (result.stats["eager"], result.stats["plan"]) == ({}, 9)
+    assert {step.name for step in result.steps} >= {"flush[9]", "rollback", "last[11]", "turn reset"}
+    for program in fast.programs.values():
+        nodes = [n for n in program.flat.graph.nodes if n.op == "call_function"]
+        casts = [n for n in nodes if n.target is torch.ops.aten._to_copy.default]
+        assert casts
+        weights = {t for t, path in program.flat.attributes.items() if "weight" in path or "bias" in path}
+        assert not [n for n in casts if n.args[0].op == "get_attr" and n.args[0].target in weights]
+        vocoder = [n for n in nodes if any(path == "hift.forward" for path, _ in n.meta.get("where", ()))]
+        assert vocoder
+        assert torch.float16 not in {getattr(n.meta["val"], "dtype", None) for n in vocoder}
+        products = [n for n in nodes if n.target is torch.ops.aten.linear.default]
+        matrices = [n.args[1] for n in products if n not in vocoder]
+        assert {n.meta["val"].dtype for n in matrices} == {torch.float16}
+        assert {n.op for n in matrices} == {"get_attr"}
+
+
+@pytest.mark.parametrize("name", ["float32", "half"])
+def test_an_autocast_dtype_that_the_decoder_does_not_know_is_refused(name: str) -> None:
+    with pytest.raises(CadenceError, match=rf"autocast is '{name}'; expected 'float16', 'bfloat16' or None"):
+        token2wav.contract(autocast=name)
 
 
 # ---------------------------------------------------------------------------------------------- one small decoder
