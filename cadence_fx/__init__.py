@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from cadence_fx.contract import (
@@ -25,7 +26,8 @@ from cadence_fx.report import Report
 from cadence_fx.retention import START, KeepAll, KeepEnds, Pinned, Ring, Window
 
 if TYPE_CHECKING:
-    from cadence_fx.module import CadenceModule, eager, transform
+    from cadence_fx.drop_in import transform
+    from cadence_fx.module import CadenceModule, eager
 
 __version__ = "0.1.0"
 
@@ -62,12 +64,10 @@ __all__ = [
 ]
 
 # What needs torch is imported on first use: a contract and its report need none.
-_LAZY = {"CadenceModule", "eager", "transform"}
+_LAZY = {"CadenceModule": "module", "eager": "module", "transform": "drop_in"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from cadence_fx import module
-
-        return getattr(module, name)
+        return getattr(importlib.import_module(f"cadence_fx.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'cadence_fx' has no attribute {name!r}")

@@ -14,10 +14,11 @@ from torch import nn
 
 from cadence_fx.bench_cell import Cell, CellUnavailable
 from cadence_fx.bench_replay_only import replay_only
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import CadenceError, suggest
 from cadence_fx.families import Family
 from cadence_fx.memory import dtype_of
-from cadence_fx.module import CadenceModule, eager, transform
+from cadence_fx.module import CadenceModule, eager
 from cadence_fx.partition import Granularity
 from cadence_fx.passes import EliminateDead, HoistConstants, Normalise, RemoveHostSyncs, RingWriteback
 from cadence_fx.pipeline import GraphPass

@@ -22,9 +22,9 @@ from cadence_fx.catalog import reachable
 from cadence_fx.compiled_captures import CompiledCaptures
 from cadence_fx.compiled_segments import Compile, inductor
 from cadence_fx.contract import Boundary, Contract
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import FAMILIES, Family
-from cadence_fx.module import transform
 from cadence_fx.places import method, owner_of
 from cadence_fx.traffic import SessionMemory
 

@@ -15,10 +15,11 @@ from cadence_fx.bench_turns import measuring, preparing
 from cadence_fx.catalog import settling
 from cadence_fx.contract import Contract
 from cadence_fx.device_trace import Timeline, timeline_of
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import Family, load
 from cadence_fx.modes import pinned_kernels
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.profile import Profile, profile_of
 from cadence_fx.program import Program
 from cadence_fx.roofline import Roofline

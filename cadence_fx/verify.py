@@ -15,10 +15,11 @@ import torch.utils._pytree as pytree
 from cadence_fx.bits import Difference, digest, first_difference
 from cadence_fx.catalog import signatures
 from cadence_fx.contract import Arg, Contract
+from cadence_fx.drop_in import transform
 from cadence_fx.families import load
 from cadence_fx.generators import generator_states, restore_generators
 from cadence_fx.modes import pinned_kernels
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.places import get_path
 from cadence_fx.program import describe
 from cadence_fx.traffic import SessionMemory, Step, clone_tree

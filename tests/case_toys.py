@@ -13,8 +13,9 @@ from torch import nn
 from cadence_fx.bits import first_difference
 from cadence_fx.captures import Captures
 from cadence_fx.contract import Arg, Call, Clock, Contract, Input, Region, Result
+from cadence_fx.drop_in import transform
 from cadence_fx.generators import generator_states, restore_generators
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.program import Program
 from cadence_fx.replay import ExactShapeReplay
 from cadence_fx.staging import like

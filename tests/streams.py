@@ -10,7 +10,8 @@ from torch import nn
 
 from cadence_fx.bits import first_difference
 from cadence_fx.contract import Arg, Attr, Call, Clock, Contract, Input, Region, Result
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.drop_in import transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.retention import Window
 from cadence_fx.traffic import clone_tree
 

@@ -21,9 +21,10 @@ from cadence_fx.bench_controls import CONTROLS, compile_boundaries, failure
 from cadence_fx.compiled_captures import CompiledCaptures
 from cadence_fx.compiled_segments import CompiledSegments, close, inductor
 from cadence_fx.contract import Boundary, Contract
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import CadenceError
 from cadence_fx.families import load
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.partition import Partition, partition
 from cadence_fx.program import Program
 from cadence_fx.traffic import SessionMemory, Step

@@ -13,8 +13,8 @@ from cadence_fx.bench_cells import PLAIN_PASSES, find_cell
 from cadence_fx.bench_protocol import Block
 from cadence_fx.bench_replay_only import ReplayOnly
 from cadence_fx.bench_worker import play_block
+from cadence_fx.drop_in import transform
 from cadence_fx.families import Family, load
-from cadence_fx.module import transform
 from cadence_fx.partition import Granularity
 from cadence_fx.verify import compare
 from tests.bench_target import TARGET

@@ -10,7 +10,8 @@ import torch
 from cadence_fx import live_state
 from cadence_fx.agreement import Disagreement, first_disagreement
 from cadence_fx.captures import AS_STOCK, PINNED, Captures
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.drop_in import transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.refusal import NOT_REPEATABLE
 from tests.fake_backend import FakeBackend
 from tests.streams import chunks, contract, drawn, stream

@@ -12,8 +12,8 @@ from torch import nn
 
 from cadence_fx.bits import same_bits
 from cadence_fx.contract import Arg, Call, Input
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import TraceError
-from cadence_fx.module import transform
 from cadence_fx.partition import partition
 from cadence_fx.replay import Binding, Refusal
 from cadence_fx.traffic import Step

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cadence_fx.drop_in import transform
 from cadence_fx.dump import record, write
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from tests.streams import contract, stream
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from cadence_fx.drop_in import transform
 from cadence_fx.exact_compile import compile_exact, exact_settings
 from cadence_fx.exact_ops import admission
 from cadence_fx.fused_operator import FusedKernels, FusedOperator
 from cadence_fx.fusion import Fuser
 from cadence_fx.fusion_groups import fusion_groups
-from cadence_fx.module import transform
 from cadence_fx.passes import FusePointwise
 from cadence_fx.specialise import FlatGraph
 from tests.case_toys import HostCaptures, aligned, contract, fixed

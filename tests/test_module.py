@@ -16,8 +16,9 @@ from torch import nn
 import cadence_fx
 from cadence_fx.bits import first_difference, same_bits
 from cadence_fx.contract import Contract, Entry, Result
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import AdmissionError, ContractError
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.traffic import clone_tree
 from tests import streams, toys
 from tests.streams import WIDTH, Pair, Stream, Workspace, chunks, contract, drawn, stream, workspace_contract

@@ -10,9 +10,9 @@ import torch
 
 from cadence_fx.catalog import signatures
 from cadence_fx.compiler import Compiler
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import VerificationError
 from cadence_fx.memory import Memory
-from cadence_fx.module import transform
 from cadence_fx.passes import DEFAULT_PASSES
 from cadence_fx.pipeline import PassContext, PassResult
 from cadence_fx.specialise import FlatGraph

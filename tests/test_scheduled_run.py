@@ -20,7 +20,7 @@ from tests.toys import same_bits
 
 def program() -> tuple[Program, list[Any], dict[str, torch.Tensor]]:
     """The compiled steady call of a small stream, inputs for it, and the buffers that it works on."""
-    from cadence_fx.module import transform
+    from cadence_fx.drop_in import transform
 
     fast = transform(drawn(stream()), contract((2,)))
     fast.warmup("steady")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import VerificationError
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from tests.streams import chunks, contract, drawn, stream
 
 

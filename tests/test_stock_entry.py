@@ -10,7 +10,8 @@ import torch
 
 from cadence_fx.bits import same_bits
 from cadence_fx.contract import Entry, Result
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.drop_in import transform
+from cadence_fx.module import CadenceModule
 from tests.streams import WIDTH, Workspace, chunks, drawn, workspace_contract
 
 WINDOW, ENVELOPE = 12, 14  # the calls below grow by two

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from cadence_fx.bits import first_difference
+from cadence_fx.drop_in import transform
 from cadence_fx.errors import CadenceError, ContractError
 from cadence_fx.fused_operator import FusedKernels
 from cadence_fx.fusion import Fuser
 from cadence_fx.live_state import StartState
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.schedule import schedule
 from cadence_fx.scheduled_run import OneStream, run_scheduled
 from cadence_fx.traffic import Step, clone_tree

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cadence_fx.bits import first_difference, same_bits
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.drop_in import transform
+from cadence_fx.module import CadenceModule
 from cadence_fx.traffic import SessionMemory, Step, clone_tree
 from cadence_fx.verify import VerifyResult, VerifyStep, compare
 from tests.streams import Stream, chunks, contract, drawn, stream

@@ -12,8 +12,9 @@ from torch import nn
 from cadence_fx.bits import same_bits
 from cadence_fx.captures import Captures
 from cadence_fx.contract import Arg, Call, Clock, Contract, Input, Region, Result
+from cadence_fx.drop_in import transform
 from cadence_fx.graph_dump import driver
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 
 pytestmark = pytest.mark.gpu
 WIDTH, FRAMES, CONTEXT = 512, 50, 2

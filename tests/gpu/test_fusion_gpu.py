@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from cadence_fx.captures import Captures
 from cadence_fx.contract import Arg, Call, Clock, Contract, Input, Region, Result
+from cadence_fx.drop_in import transform
 from cadence_fx.exact_compile import EXACT, compile_exact, exact_settings
 from cadence_fx.fusion import Fuser
-from cadence_fx.module import CadenceModule, transform
+from cadence_fx.module import CadenceModule
 from tests.streams import drawn
 from tests.toys import same_bits
 
