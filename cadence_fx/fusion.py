@@ -52,11 +52,12 @@ class Fuser:
     """Fuses programs of one module; equal groups of all of them share a compiled function.
 
     Args:
-        proven: which functions of one tensor have eager's bits when they are compiled, see `cadence_fx.proofs`.
+        proven: which functions of one tensor have eager's bits when they are compiled; by default those that
+            `cadence_fx.proofs` has for this machine, which are looked up when a program is first fused.
     """
 
     device: torch.device
-    proven: Proven = nothing_proven
+    proven: Proven | None = None
     kernels: FusedKernels = field(default_factory=FusedKernels)
 
     @classmethod
@@ -64,11 +65,12 @@ class Fuser:
         """None where nothing can be compiled: fusion is for GPUs with Triton."""
         if device.type != "cuda" or importlib.util.find_spec("triton") is None:
             return None
-        return cls(device, Proofs.on(device).proven)
+        return cls(device)
 
     def fuse(self, program: Program) -> Fused | None:
         """None if there is nothing to fuse. Groups that cannot be compiled are left alone; the log says why."""
         begin = time.perf_counter()
+        self.proven = _proofs(self.device) if self.proven is None else self.proven
         left: frozenset[str] = frozenset()
         while True:
             result = FusePointwise(self.proven, left).fuse(program.flat)
@@ -88,3 +90,11 @@ class Fuser:
             result.flat, result.changes, result.rejections, sum(len(t.targets) for t in targets), len(targets),
             len({id(t.function) for t in targets}), time.perf_counter() - begin,
         )  # fmt: skip
+
+
+def _proofs(device: torch.device) -> Proven:
+    try:
+        return Proofs.on(device).proven
+    except Exception as error:  # noqa: BLE001 - whatever keeps proofs from being found, without them less is fused
+        log.warning("proofs of %s cannot be looked up: %s: %s", device, type(error).__name__, error)
+        return nothing_proven

@@ -18,6 +18,7 @@ from cadence_fx.fused_operator import FusedKernels, FusedOperator
 from cadence_fx.fusion import Fuser
 from cadence_fx.fusion_groups import fusion_groups
 from cadence_fx.passes import FusePointwise
+from cadence_fx.proofs import Proofs
 from cadence_fx.specialise import FlatGraph
 from tests.case_toys import HostCaptures, aligned, contract, fixed
 from tests.fake_backend import FakeBackend
@@ -355,6 +356,31 @@ def test_only_the_group_that_cannot_be_compiled_is_left_alone() -> None:
         assert row.fused is not None
         assert not any("sin" in change.where for change in row.fused.changes)
     assert play(module, fast, [3, 5, 3])
+
+
+def test_proofs_are_looked_up_when_something_is_fused_and_not_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked_up = list[torch.device]()
+
+    def on(device: torch.device) -> Any:
+        looked_up.append(device)
+        raise OSError("no driver")
+
+    monkeypatch.setattr(Proofs, "on", on)
+    module, fast = captured(operators_as_they_are)
+    fuser = Fuser(torch.device("cpu"), kernels=FusedKernels(operators_as_they_are))
+    fast._captures.fuser = fuser
+    assert looked_up == []
+    with caplog.at_level(logging.WARNING, logger="cadence_fx.fusion"):
+        fast.warmup("all")
+    assert looked_up == [torch.device("cpu")]
+    assert "proofs of cpu cannot be looked up: OSError: no driver" in caplog.text
+    for row in fast._captures.rows.values():
+        assert row.fused is not None
+        assert not any("sin" in change.where for change in row.fused.changes)
+        assert [r.code for r in row.fused.rejections] == ["CX701", "CX701"]  # sin and pow
+    assert play(module, fast, [3, 5])
 
 
 def test_the_pass_can_be_skipped_by_name() -> None:
