@@ -167,7 +167,7 @@ def _record(
 ) -> _Recording:  # fmt: skip
     """Run the operator on fresh fake tensors, after these casts, and note what arrives."""
     with _quiet(), FakeTensorMode(), torch.no_grad(), under(None):
-        given = [_fake(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves]
+        given = [leaf.empty() if isinstance(leaf, TensorMeta) else leaf for leaf in leaves]
         recorder = _Recorder({id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)})
         inputs = list(given)
         with recorder, under(state):
@@ -181,7 +181,7 @@ def _record(
         recorder.events.append(f"returns {recorder.described(result)}")
         storages = {tensor.untyped_storage()._cdata for tensor in recorder.cast}
         shares = any(tensor.untyped_storage()._cdata in storages for tensor in made)
-        return _Recording(recorder.events, recorder.casts, tuple(map(_meta, made)), shares)
+        return _Recording(recorder.events, recorder.casts, tuple(map(TensorMeta.of, made)), shares)
 
 
 @contextmanager
@@ -214,7 +214,7 @@ class _Recorder(TorchDispatchMode):
             return result
         leading = len(self.casts) == len(self.events)
         if leading and func is aten._to_copy.default and id(args[0]) in self.inputs:
-            self.casts.append(Cast(self.inputs[id(args[0])], tuple(given.items()), _meta(result)))
+            self.casts.append(Cast(self.inputs[id(args[0])], tuple(given.items()), TensorMeta.of(result)))
             self.cast.append(result)
         text = f"{func}{self.described((args, given))}"
         for leaf in pytree.tree_leaves(result):
@@ -230,13 +230,5 @@ class _Recorder(TorchDispatchMode):
     def _leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        meta = _meta(leaf)
+        meta = TensorMeta.of(leaf)
         return f"{self.names.get(id(leaf), 'a new value')}: {meta} strides {list(meta.stride)} on {meta.device}"
-
-
-def _fake(meta: TensorMeta) -> torch.Tensor:
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-
-
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-__all__ = ["CHUNK", "Difference", "bit_sum", "digest", "first_difference", "pieces", "same_bits"]
+__all__ = [
+    "CHUNK", "INTEGER", "Difference", "bit_sum", "digest", "first_difference", "integers", "pieces", "same_bits",
+]  # fmt: skip
 
 CHUNK = 1 << 24  # bytes of device memory that a copy to the host or a comparison may use
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Bytes of an element -> the integer type that shows its bits.
+INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The raw bits of a tensor's elements, dense, as integers of their size."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.detach().contiguous().view(_INTEGER[tensor.element_size()])
+    return tensor.detach().contiguous().view(INTEGER[tensor.element_size()])
 
 
 def pieces(tensor: torch.Tensor, limit: int = CHUNK) -> Iterator[torch.Tensor]:
@@ -37,7 +41,7 @@ def pieces(tensor: torch.Tensor, limit: int = CHUNK) -> Iterator[torch.Tensor]:
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """A position-dependent sum over a tensor's bits, on its device: a difference shows in it."""
-    flat = _integers(tensor).reshape(-1).to(torch.int64)
+    flat = integers(tensor).reshape(-1).to(torch.int64)
     weight = torch.arange(flat.numel(), device=flat.device, dtype=torch.int64) * 2654435761 + 97
     return (flat * weight).sum()
 
@@ -88,7 +92,7 @@ class Difference:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if shape, dtype and every bit agree."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_integers(a), _integers(b.to(a.device)))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(integers(a), integers(b.to(a.device)))
 
 
 def first_difference(where: str, expected: Any, found: Any) -> Difference | None:
@@ -113,7 +117,7 @@ def _tensors(name: str, x: torch.Tensor, y: torch.Tensor) -> Difference | None:
         return Difference(name, (), f"{x.dtype}{list(x.shape)}", f"{y.dtype}{list(y.shape)}", 1)
     if same_bits(x, y):
         return None
-    differs = _integers(x) != _integers(y.to(x.device))
+    differs = integers(x) != integers(y.to(x.device))
     if x.is_complex():
         differs = differs.any(-1)
     index = tuple(int(i) for i in differs.reshape(x.shape).nonzero()[0])

@@ -18,14 +18,12 @@ import torch
 from torch import fx
 
 from cadence_fx.autocast import without_autocast
-from cadence_fx.exact_compile import inductor_entry
+from cadence_fx.exact_compile import Compile, inductor_entry
 from cadence_fx.partition import Partition, Segment
 
-__all__ = ["ClosedGraph", "Compile", "CompiledSegments", "close", "graph_text", "inductor"]
+__all__ = ["ClosedGraph", "Compile", "CompiledSegments", "close", "graph_text", "inductor", "layout"]
 
 aten = torch.ops.aten
-
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 # Views at constant places: they lead from a buffer to the part of it that a segment is about.
 _PLACES = frozenset({aten.slice.Tensor, aten.select.int})
@@ -164,7 +162,7 @@ class CompiledSegments:
             self.closed[segment] = close(segment)
         closed = self.closed[segment]
         arguments = closed.arguments(values)
-        key = (closed.text, *map(_layout, arguments))
+        key = (closed.text, *map(layout, arguments))
         if key not in self.functions:
             begin = time.perf_counter()
             module = fx.GraphModule(torch.nn.Module(), closed.graph)
@@ -173,7 +171,8 @@ class CompiledSegments:
         return self.functions[key](*arguments)  # type: ignore[no-any-return]
 
 
-def _layout(value: Any) -> Any:
+def layout(value: Any) -> Any:
+    """What of an argument a compiled function depends on."""
     if not isinstance(value, torch.Tensor):
         return value
     return tuple(value.shape), value.stride(), value.dtype, value.device

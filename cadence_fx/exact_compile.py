@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["EXACT", "compile_exact", "exact_settings", "inductor_entry"]
+__all__ = ["EXACT", "Compile", "compile_exact", "exact_settings", "inductor_entry"]
+
+# A graph without attributes and example arguments -> a function of these arguments.
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 # How operators round; that Inductor rewrites none into others; and that it starts nothing for so little work.
 EXACT: dict[str, Any] = {

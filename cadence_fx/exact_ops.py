@@ -121,7 +121,7 @@ def _moves_only(node: fx.Node) -> bool:
         return True
     given = meta_of(node.all_input_nodes[0])
     assert given is not None
-    source = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device="meta")
+    source = given.empty("meta")
     moved = node.target(source, *node.args[1:], **node.kwargs)
     return moved is not source and not moved._is_view()
 

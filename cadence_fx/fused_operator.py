@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import operator
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from cadence_fx.compiled_segments import graph_text
+from cadence_fx.compiled_segments import graph_text, layout
 from cadence_fx.effects import written
 from cadence_fx.errors import CadenceError
-from cadence_fx.exact_compile import compile_exact
+from cadence_fx.exact_compile import Compile, compile_exact
 from cadence_fx.fusion_groups import FusionGroup
-from cadence_fx.schedule import dependencies, is_view, operators
+from cadence_fx.schedule import dependencies, is_view, operators, viewed
 from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of, source_of
 
 __all__ = ["FusedKernels", "FusedOperator", "with_groups"]
-
-CompileGroup = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 @dataclass(eq=False)
@@ -64,8 +61,8 @@ class FusedOperator:
 
 
 # ---------------------------------------------------------------------------------------------- graphs with groups
-def with_groups(flat: FlatGraph, groups: Sequence[FusionGroup]) -> tuple[FlatGraph, list[fx.Node]]:
-    """A graph in which each group is one node, and these nodes. ``flat`` is left as it is."""
+def with_groups(flat: FlatGraph, groups: Sequence[FusionGroup]) -> FlatGraph:
+    """A graph in which each group is one node. ``flat`` is left as it is."""
     return _Rewriter(flat, groups).run()
 
 
@@ -74,9 +71,8 @@ class _Rewriter:
         self.flat, self.graph = flat, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.group_of = {node: group for group in groups for node in group.nodes}
-        self.fused: list[fx.Node] = []
 
-    def run(self) -> tuple[FlatGraph, list[fx.Node]]:
+    def run(self) -> FlatGraph:
         for node in self.flat.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.new[node] = self.graph.node_copy(node)
@@ -86,10 +82,7 @@ class _Rewriter:
             else:
                 self.new[item] = self.graph.node_copy(item, self._value)
         self.graph.output(fx.map_arg(self.flat.output.args[0], self._value))
-        return (
-            FlatGraph(self.graph, self.flat.out_spec, dict(self.flat.attributes), dict(self.flat.constants)),
-            self.fused,
-        )
+        return FlatGraph(self.graph, self.flat.out_spec, dict(self.flat.attributes), dict(self.flat.constants))
 
     def _order(self) -> list[fx.Node | FusionGroup]:
         """Operators and groups so that each comes after what it needs, else as they were."""
@@ -142,7 +135,6 @@ class _Rewriter:
             "source": source_of(group.nodes[0]),
             "where": group.nodes[0].meta.get("where"),
         }
-        self.fused.append(made)
         for i, node in enumerate(shown):
             item = self.graph.call_function(operator.getitem, (made, i))
             item.meta = dict(node.meta)
@@ -167,16 +159,11 @@ def _body(group: FusionGroup, shown: Sequence[fx.Node]) -> tuple[fx.Graph, list[
     members = set(group.nodes)
     body, inside, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
-    def from_inside(node: fx.Node) -> bool:
-        while is_view(node):
-            node = node.all_input_nodes[0]
-        return node in members
-
     def find(node: fx.Node) -> list[fx.Node]:
         """Nodes from outside that an argument takes."""
         if node in members:
             return []
-        if is_view(node) and from_inside(node):
+        if is_view(node) and viewed(node) in members:
             return [found for argument in node.all_input_nodes for found in find(argument)]
         return [node]
 
@@ -205,12 +192,10 @@ class FusedKernels:
     Attributes:
         compile: a graph and example arguments -> a function.
         functions: what was compiled; the error's text of what could not be.
-        seconds: that all compilations took.
     """
 
-    compile: CompileGroup = compile_exact
+    compile: Compile = compile_exact
     functions: dict[Any, Callable[..., Any] | str] = field(default_factory=dict)
-    seconds: float = 0.0
 
     def prepare(self, nodes: Sequence[fx.Node], attribute: Callable[[str], torch.Tensor]) -> dict[fx.Node, str]:
         """Give every fused node its function.
@@ -226,14 +211,12 @@ class FusedKernels:
             target = node.target
             assert isinstance(target, FusedOperator)
             examples = [example(a, attribute) for a in node.args if isinstance(a, fx.Node)]
-            key = (target.text, *map(_layout, examples))
+            key = (target.text, *((layout(t), t.data_ptr() % 16) for t in examples))
             if key not in self.functions:
-                begin = time.perf_counter()
                 try:
                     self.functions[key] = self._compiled(target, examples)
                 except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the operators are still there
                     self.functions[key] = f"{type(error).__name__}: {error}"
-                self.seconds += time.perf_counter() - begin
             found = self.functions[key]
             if isinstance(found, str):
                 failed[node] = found
@@ -277,8 +260,4 @@ def _example(node: fx.Node, attribute: Callable[[str], torch.Tensor]) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     meta = meta_of(node)
     assert meta is not None, f"{node} is no tensor"
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-
-
-def _layout(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+    return meta.empty()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +31,6 @@ class Fused:
     Attributes:
         operators, groups: operators that were fused, and kernels that took their place.
         functions: compiled functions that these kernels are calls of.
-        seconds: that compiling took; those that were known take none.
     """
 
     flat: FlatGraph
@@ -41,7 +39,6 @@ class Fused:
     operators: int
     groups: int
     functions: int
-    seconds: float
 
     def summary(self) -> str:
         return f"{self.operators} pointwise operators in {self.groups} kernels of {self.functions} kinds"
@@ -69,7 +66,6 @@ class Fuser:
 
     def fuse(self, program: Program) -> Fused | None:
         """None if there is nothing to fuse. Groups that cannot be compiled are left alone; the log says why."""
-        begin = time.perf_counter()
         self.proven = _proofs(self.device) if self.proven is None else self.proven
         left: frozenset[str] = frozenset()
         while True:
@@ -88,7 +84,7 @@ class Fuser:
         targets: Sequence[FusedOperator] = [n.target for n in nodes]
         return Fused(
             result.flat, result.changes, result.rejections, sum(len(t.targets) for t in targets), len(targets),
-            len({id(t.function) for t in targets}), time.perf_counter() - begin,
+            len({id(t.function) for t in targets}),
         )  # fmt: skip
 
 

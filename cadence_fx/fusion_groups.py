@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from cadence_fx.effects import written
-from cadence_fx.schedule import dependencies, is_view, leaving, memory_owners, operators
+from cadence_fx.schedule import dependencies, leaving, memory_owners, operators, viewed
 from cadence_fx.specialise import FlatGraph, meta_of
 
 __all__ = ["FusionGroup", "fusion_groups"]
@@ -71,10 +71,9 @@ class _Grouping:
         writes = set(written(node))
         for argument in node.all_input_nodes:
             if argument not in writes:
-                while is_view(argument):
-                    argument = argument.all_input_nodes[0]
-                if argument in self.position:
-                    yield argument
+                shown = viewed(argument)
+                if shown in self.position:
+                    yield shown
 
     def run(self) -> list[FusionGroup]:
         for node in self.order:
@@ -83,7 +82,7 @@ class _Grouping:
             # The nearest producer first: it is most likely to be on the same path.
             for producer in sorted(set(self.producers[node]), key=self.position.__getitem__, reverse=True):
                 a, b = self.group[producer], self.group[node]
-                if producer in self.fusible and a is not b and self._one_kernel(a, b) and not self._cycle(a, b):
+                if producer in self.fusible and a is not b and self._one_kernel(a, b) and not _reaches(a, b):
                     self._merge(a, b)
         found = {g for node in self.order if len((g := self.group[node]).nodes) > 1}
         return sorted(found, key=lambda g: g.last)
@@ -104,16 +103,9 @@ class _Grouping:
     @staticmethod
     def _touches_what_it_writes(nodes: set[fx.Node]) -> bool:
         """True if memory that one of the nodes writes in place is given to another, as far as can be seen."""
-        given = [
-            (owner, a in set(written(n)), n) for n in nodes for a in n.all_input_nodes for owner in memory_owners(a)
-        ]
+        given = [(owner, a in written(n), n) for n in nodes for a in n.all_input_nodes for owner in memory_owners(a)]
         writes = {(owner, n) for owner, is_written, n in given if is_written}
         return any(owner == other and (n is not m or not w) for owner, n in writes for other, w, m in given)
-
-    @staticmethod
-    def _cycle(a: FusionGroup, b: FusionGroup) -> bool:
-        """True if something waits for one of the groups and is waited for by the other."""
-        return _reaches(a, b) or _reaches(b, a)
 
     def _merge(self, a: FusionGroup, b: FusionGroup) -> None:
         b.nodes = sorted([*a.nodes, *b.nodes], key=self.position.__getitem__)
@@ -131,7 +123,7 @@ class _Grouping:
 
 
 def _reaches(a: FusionGroup, b: FusionGroup) -> bool:
-    """True if there is a way from one group to another through a third."""
+    """True if there is a way from one group to another, which waits for it, through a third: a merge closes a cycle."""
     todo = [g for g in a.after if g is not b]
     seen = set(todo)
     while todo:

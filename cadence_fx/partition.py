@@ -254,7 +254,7 @@ def _on_meta(value: Any) -> Any:
 def _meta_tensor(node: fx.Node) -> Any:
     def tensor(value: Any) -> Any:
         if isinstance(value, TensorMeta):
-            return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+            return value.empty("meta")
         return tuple(tensor(v) for v in value) if isinstance(value, (list, tuple)) else value
 
     return tensor(meta_of(node) or node.meta.get("val"))

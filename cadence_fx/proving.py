@@ -14,28 +14,26 @@ function of its input alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
-from cadence_fx.exact_compile import compile_exact
+from cadence_fx.bits import INTEGER, integers
+from cadence_fx.exact_compile import Compile, compile_exact
 from cadence_fx.unary import UnaryOperator
 from cadence_fx.verdicts import Check, Mismatch, ProofKey, Verdict
 
 __all__ = ["Compile", "prove"]
-
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 # Inputs at a time: on a GPU large enough that launching costs little, and less than 2 GiB with all that is beside them.
 _CHUNK = {"cuda": 1 << 25, "cpu": 1 << 18}
 # An odd length at which all inputs (on a CPU) or some of every kind meet the code for what is left over of a vector or
 # a block. Of float32, whose inputs are too many for it, the ends of all chunks do.
 _ODD = {"cuda": 1023, "cpu": 15}
-_INTEGER = {16: torch.int16, 32: torch.int32}
 _MANTISSA = {"float32": 23, "bfloat16": 7, "float16": 10}
 
 
@@ -132,7 +130,7 @@ def _strided(operator: UnaryOperator, inputs: _Inputs, compile: Compile) -> list
 
 def _spread(x: torch.Tensor) -> torch.Tensor:
     """The same elements, every second of a buffer. Moved as integers, which no copy rounds or quiets."""
-    integer = _INTEGER[x.dtype.itemsize * 8]
+    integer = INTEGER[x.dtype.itemsize]
     buffer = torch.zeros(2 * x.numel(), dtype=integer, device=x.device)
     buffer[::2] = x.view(integer)
     return buffer.view(x.dtype)[::2]
@@ -159,7 +157,7 @@ class _Inputs:
         # Kept within the range of the signed integer: a conversion that overflows is not defined.
         half = 1 << (self.bits - 1)
         wrapped = torch.remainder(patterns + half, 2 * half) - half
-        return wrapped.to(_INTEGER[self.bits]).view(self.dtype)
+        return wrapped.to(INTEGER[self.dtype.itemsize]).view(self.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- comparing
@@ -170,9 +168,7 @@ class _Tally:
     operator: UnaryOperator
     what: str
     layout: str
-    nan: int = 0
-    denormal: int = 0
-    others: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # by the class of the input, as `Check` names them
     first: Mismatch | None = None
 
     def count(self, x: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> None:
@@ -187,16 +183,14 @@ class _Tally:
         exponent = (1 << (self.operator.bits - 1)) - 1 - mantissa
         some = (x & mantissa) != 0
         nan, denormal = some & ((x & exponent) == exponent), some & ((x & exponent) == 0)
-        counts = [int((differs & kind).sum()) for kind in (nan, denormal)]
-        self.nan += counts[0]
-        self.denormal += counts[1]
-        self.others += int(differs.sum()) - sum(counts)
+        for name, kind in (("nan", nan), ("denormal", denormal), ("others", ~(nan | denormal))):
+            self.counts[name] += int((differs & kind).sum())
 
     def hex(self, bits: int) -> str:
         return f"0x{bits % self.operator.domain:0{self.operator.bits // 4}x}"
 
     def check(self) -> Check:
-        return Check(self.what, self.layout, self.nan, self.denormal, self.others, self.first)
+        return Check(self.what, self.layout, **self.counts, first=self.first)
 
 
 def _compare(
@@ -216,8 +210,4 @@ def _compare(
         if len(results) != len(tallies) or forms != {(x.dtype, tuple(x.shape))}:
             raise TypeError(f"{name} gives {len(results)} results of {forms} for {x.dtype}{list(x.shape)}")
     for tally, ours, theirs in zip(tallies, expected, found, strict=True):
-        tally.count(*(_bits(tensor)[:left] for tensor in (x, ours, theirs)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_INTEGER[tensor.dtype.itemsize * 8])
+        tally.count(*(integers(tensor)[:left] for tensor in (x, ours, theirs)))

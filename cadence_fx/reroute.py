@@ -12,13 +12,14 @@ Only copies are changed: what they read has the same bits and other strides, whi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from cadence_fx.movement import view_piece
-from cadence_fx.schedule import is_view
+from cadence_fx.schedule import is_view, viewed
 from cadence_fx.segments import Piece
 from cadence_fx.specialise import FlatGraph, TensorMeta, meta_of
 
@@ -27,41 +28,35 @@ __all__ = ["read_from_concatenations"]
 aten = torch.ops.aten
 
 
-def read_from_concatenations(flat: FlatGraph) -> int:
-    """Change the sources of copies in place; how many were changed."""
+def read_from_concatenations(flat: FlatGraph) -> None:
+    """Change the sources of copies in place."""
     position = {node: i for i, node in enumerate(flat.graph.nodes)}
     parts: dict[fx.Node, tuple[fx.Node, int, int, Piece]] = {}
     for node in flat.graph.nodes:
         if node.target is aten.cat.default:
             for owner, found in _parts(node):
                 parts.setdefault(owner, found)
-    changed = 0
     for node in list(flat.graph.nodes):
         if node.target is not aten.copy_.default or not isinstance(node.args[1], fx.Node):
             continue
         source = node.args[1]
-        owner = _owner(source)
+        owner = viewed(source)
         if owner not in parts or position[parts[owner][0]] > position[node]:
             continue
         with flat.graph.inserting_before(node):
             view = _seen_through(source, owner, *parts[owner])
         if view is not None:
             node.update_arg(1, view)
-            changed += 1
     for node in reversed(list(flat.graph.nodes)):
         if is_view(node) and not node.users:
             flat.graph.erase_node(node)
-    return changed
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _parts(cat: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, int, int, Piece]]]:
-    """Operators that a concatenation reads whole, each with (the concatenation, its dimension, where it begins)."""
+    """Operators that a concatenation reads in all their dimensions.
+
+    Each with the concatenation, its dimension, where the operator's part begins in it, and the part as a view.
+    """
     pieces: Any = cat.args[0]
     meta = meta_of(cat)
     if meta is None:
@@ -73,9 +68,9 @@ def _parts(cat: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, int, int, Pie
         found = meta_of(part)
         if found is None or len(found.shape) != len(meta.shape):
             return
-        owner = _owner(part)
+        owner = viewed(part)
         piece = view_piece(part, owner)
-        if owner.op == "call_function" and piece is not None and None not in piece.axes:
+        if owner.op == "call_function" and piece is not None and set(piece.axes) == set(range(len(meta.shape))):
             yield owner, (cat, dim, start, piece)
         start += found.shape[dim]
 
@@ -86,8 +81,6 @@ def _seen_through(source: fx.Node, owner: fx.Node, cat: fx.Node, dim: int, start
     whole = meta_of(cat)
     if wanted is None or whole is None or None in wanted.axes:
         return None
-    if sorted(a for a in part.axes if a is not None) != list(range(len(whole.shape))):
-        return None  # the part has dimensions that the owner has not
     view, place = cat, dict[int, int]()  # dimension of the source -> dimension of the concatenation
     for axis, (mine, theirs) in enumerate(zip(part.axes, wanted.axes, strict=True)):
         assert mine is not None
@@ -112,7 +105,7 @@ def _seen_through(source: fx.Node, owner: fx.Node, cat: fx.Node, dim: int, start
 def _view(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     meta = meta_of(node)
     assert meta is not None
-    shown = target(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"), *args)
+    shown = target(meta.empty("meta"), *args)
     made = node.graph.call_function(target, (node, *args))
-    made.meta = {**node.meta, "val": TensorMeta(tuple(shown.shape), shown.stride(), meta.dtype, meta.device)}
+    made.meta = {**node.meta, "val": replace(TensorMeta.of(shown), device=meta.device)}
     return made

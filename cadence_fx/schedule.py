@@ -27,7 +27,9 @@ from cadence_fx.specialise import FlatGraph
 
 aten = torch.ops.aten
 
-__all__ = ["Schedule", "dependencies", "is_view", "leaving", "memory_owners", "operators", "readers", "schedule"]
+__all__ = [
+    "Schedule", "dependencies", "is_view", "leaving", "memory_owners", "operators", "readers", "schedule", "viewed",
+]  # fmt: skip
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 # Operators that are views or copies depending on strides count as work.
@@ -111,11 +113,17 @@ def is_view(node: fx.Node) -> bool:
     return view_input(node) is not None and not written(node) and node.target not in _MAY_COPY
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """What a chain of views shows; the node itself if it is no view."""
+    while is_view(node) and (parent := view_input(node)) is not None:
+        node = parent
+    return node
+
+
 def memory_owners(node: fx.Node) -> Iterator[fx.Node]:
     """The operators whose memory a value may show: views lead to one, a view-or-copy leads further."""
     while True:
-        while is_view(node) and (parent := view_input(node)) is not None:
-            node = parent
+        node = viewed(node)
         yield node
         parent = view_input(node)
         if parent is None:

@@ -38,6 +38,15 @@ class TensorMeta:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The metadata of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def empty(self, device: str | None = None) -> torch.Tensor:
+        """An uninitialised tensor of this form, on its own device by default."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+
     @property
     def numel(self) -> int:
         n = 1
@@ -247,7 +256,7 @@ class _Inliner:
             bindings = trace.bind(shapes, dtypes, strides)
             if isinstance(bindings, dict):
                 return trace, bindings
-        tensors = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device=m.device) for m in metas]
+        tensors = [m.empty() for m in metas]
         symbolic: Any = node.args[0]
         vary = [
             {d for d, s in enumerate(arg.meta["val"].shape) if not size_expr(s).is_Integer and shape[d] > 1}

@@ -62,8 +62,8 @@ class _Graph:
         assert self.planned is not None
         return run_scheduled(self.flat, self.program.module, self.planned, self.streams, inputs)
 
-    def label(self, *parts: str) -> str:
-        return ", ".join((*parts, *(() if self.fused is None else (self.fused.summary(),))))
+    def label(self, text: str) -> str:
+        return text if self.fused is None else f"{text}, {self.fused.summary()}"
 
     def variant(self, variant: Variant, pool: Pool) -> Variant:
         """The variant with what it will take predicted."""

@@ -17,11 +17,14 @@ Leaves alone: reductions, normalisations, products, random draws, functions that
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 from cadence_fx.changes import Change, Rejection, register
-from cadence_fx.exact_ops import Proven, admission, is_function_of_one, nothing_proven
+from cadence_fx.exact_ops import Admission, Proven, admission, is_function_of_one, nothing_proven
 from cadence_fx.fused_operator import FusedOperator, with_groups
 from cadence_fx.fusion_groups import fusion_groups
 from cadence_fx.pipeline import PassContext, PassResult
@@ -60,7 +63,7 @@ class FusePointwise:
         read_from_concatenations(flat)
         grounds = {node: admission(node, self.proven) for node in operators(flat)}
         groups = fusion_groups(flat, lambda node: grounds[node] is not None and node.name not in self.left)
-        found, _ = with_groups(flat, groups)
+        found = with_groups(flat, groups)
         counted: Counter[tuple[str, str, str]] = Counter()
         for group in groups:
             names = ", ".join(str(n.target).split(".")[1] for n in group.nodes)
@@ -70,13 +73,13 @@ class FusePointwise:
             Change(self.name, "fused", names, f"one kernel in place of {names.count(',') + 1}: {why}", source, count)
             for (names, why, source), count in counted.most_common()
         )
-        return PassResult(found, changes, self._rejections(flat))
+        return PassResult(found, changes, self._rejections(grounds))
 
-    def _rejections(self, flat: FlatGraph) -> tuple[Rejection, ...]:
+    def _rejections(self, grounds: Mapping[fx.Node, Admission | None]) -> tuple[Rejection, ...]:
         """Functions of one tensor that only lack a proof, once for each operator."""
         lacking: dict[str, Rejection] = {}
-        for node in operators(flat):
-            if is_function_of_one(node) and admission(node, self.proven) is None:
+        for node, ground in grounds.items():
+            if ground is None and is_function_of_one(node):
                 text = f"{node.target} on {meta_of(node)}"
                 hint = "cadence-fx prove compares it with eager on every input"
                 found = Rejection(NOT_PROVEN, self.name, node.name, text, (hint,), source_of(node))

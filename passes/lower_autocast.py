@@ -110,7 +110,7 @@ def _value(meta: TensorMeta) -> tuple[Any, ...]:
 def _cast_meta(node: fx.Node, dtype: torch.dtype) -> TensorMeta:
     """Metadata of a cast, whose strides are the operator's to say."""
     meta = node.meta["val"]
-    fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    fake = meta.empty("meta")
     return TensorMeta(meta.shape, tuple(aten._to_copy.default(fake, dtype=dtype).stride()), dtype, meta.device)
 
 

@@ -19,12 +19,8 @@ def flat_of(function: Callable[..., Any], *tensors: torch.Tensor) -> FlatGraph:
     spec = pytree.tree_structure(function(*(t.clone() for t in tensors)))
     for node in traced.graph.nodes:
         if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _meta, node.meta["val"])
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, TensorMeta.of, node.meta["val"])
     return FlatGraph(traced.graph, spec)
-
-
-def _meta(t: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(t.shape), t.stride(), t.dtype, t.device)
 
 
 def operator_of(flat: FlatGraph, name: str) -> fx.Node:

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 def _meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+        return TensorMeta.of(value)
     return tuple(_meta(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 

@@ -142,7 +142,7 @@ def layers() -> Any:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            node.meta["val"] = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+            node.meta["val"] = TensorMeta.of(value)
     return FlatGraph(graph, pytree.tree_structure((x,)))
 
 

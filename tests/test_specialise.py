@@ -26,7 +26,7 @@ class Checker(fx.Interpreter):
         expected = n.meta.get("val")
         if isinstance(value, torch.Tensor):
             assert isinstance(expected, TensorMeta), n
-            found = TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+            found = TensorMeta.of(value)
             same = [a == b for a, b, size in zip(found.stride, expected.stride, found.shape, strict=True) if size > 1]
             assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device), n
             assert all(same) or value.numel() == 0, (n, found, expected)
